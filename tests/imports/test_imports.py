@@ -1175,3 +1175,67 @@ fsdp_config: {fsdp_version: 2, fsdp_reshard_after_foward: false}
     )
     assert of_fsdp == ("fsdp_config.fsdp_reshard_after_foward", "num_proceses")
     assert of_zero == ("deepspeed.bf 16", "zero_optimization.zero_hpz_partition_size")
+
+
+# --- models on another host
+
+
+def test_a_path_of_another_host_is_the_model_whose_name_it_ends_in(tmp_path: Path) -> None:
+    text = "model_name_or_path: /home/x/Qwen2.5-7B-Instruct/\nstage: sft\nfinetuning_type: lora\n"
+    read = imported(tmp_path, a_yaml=text)
+    assert read.settings["model"] == "Qwen/Qwen2.5-7B-Instruct"
+    said = "/home/x/Qwen2.5-7B-Instruct/ is not on this host; taken as Qwen/Qwen2.5-7B-Instruct"
+    assert any(said in line for line in read.assumed)
+    own = tmp_path / "Qwen2.5-7B-Instruct"
+    own.mkdir()
+    read = imported(tmp_path, a_yaml=text.replace("/home/x/Qwen2.5-7B-Instruct/", str(own)))
+    assert read.settings["model"] == str(own)
+
+
+def test_a_path_of_an_unknown_model_says_how_to_name_one(tmp_path: Path) -> None:
+    text = "model_name_or_path: /home/x/my-sft\nstage: sft\nfinetuning_type: lora\n"
+    (path,) = files_of(tmp_path, a_yaml=text)
+    with pytest.raises(ConfigError) as error:
+        estimate(from_file=path, gpu=GPU)
+    assert "name the model before the file: whichlora estimate MODEL --from FILE" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
+    (prediction,) = estimate(MODEL, from_file=path, gpu=GPU)
+    assert prediction.run.model == MODEL
+    assert not any("on this host" in note for note in prediction.notes)
+
+
+def test_a_variable_of_the_shell_before_a_models_name_is_a_folder(tmp_path: Path) -> None:
+    read = imported(tmp_path, a_sh=SFT.replace(MODEL, "$MODELS/SmolLM2-135M"))
+    assert read.settings["model"] == MODEL
+    unset = imported(tmp_path, a_sh=SFT.replace(MODEL, "$HOME"))
+    assert "has a variable that the file does not set" in unset.refused["model"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "method", "fault"),
+    [
+        ("quantization_bit: 4\nquantization_method: bitsandbytes\n", "qlora", ""),
+        ("quantization_bit: 8\nquantization_method: bitsandbytes\n", "lora", ""),
+        ("quantization_bit: 4\nquantization_method: hqq\n", "", "quantization_method: 'hqq' is"),
+        ("quantization_bit: 3\n", "", "quantization_bit: 3 is not predicted"),
+        ("quantization_bit: 4\nquantization_type: int4\n", "", "quantization_type: 'int4' is"),
+    ],
+)
+def test_the_storage_of_llamafactory_is_named_by_the_key_that_differs(
+    keys: str, method: str, fault: str, tmp_path: Path
+) -> None:
+    read = imported(tmp_path, a_yaml=LLAMAFACTORY + keys)
+    assert fault in read.refused.get("quant", "")
+    assert bool(fault) == ("quant" in read.refused)
+    if method:
+        assert read.settings["method"] == method
+
+
+def test_ppo_is_refused_with_what_comes_near(tmp_path: Path) -> None:
+    read = imported(tmp_path, script_sh=SFT.replace("sft.py", "ppo.py"))
+    assert "nearest is --trainer grpo, of batches of 8 answers" in read.refused["trainer"]
+    code = f'm = AutoModelForCausalLM.from_pretrained("{MODEL}")\nPPOTrainer(model=m)\n'
+    read = imported(tmp_path, script_py=code)
+    assert "TRL's ppo is not read; nearest is --trainer grpo" in read.refused["trainer"]

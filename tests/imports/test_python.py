@@ -743,3 +743,24 @@ def test_targets_that_unsloth_trains_whole(tmp_path: Path) -> None:
     assert read.settings["trainer"] == "sft"
     said = "from_pretrained: Unsloth with an embedding or a head trained whole; assumed: TRL's"
     assert any(text.startswith(said) for text in read.assumed)
+
+
+@pytest.mark.parametrize(
+    ("placed", "parallel", "said"),
+    [
+        ('{"": 0}', "ddp", "puts the model on GPU 0 alone, and leaves the others idle"),
+        ('{"": PartialState().process_index}', "ddp", ""),
+        ('"auto"', "device-map", ""),
+        ('{"model.layers.0": 0, "lm_head": 1}', "device-map", "places parts by name"),
+    ],
+)
+def test_a_device_map_decides_for_several_gpus(
+    placed: str, parallel: str, said: str, tmp_path: Path
+) -> None:
+    text = f"""model = AutoModelForCausalLM.from_pretrained("{MODEL}", device_map={placed})
+Trainer(model=model, args=TrainingArguments("x"))
+"""
+    read = import_files([script(tmp_path, text)], gpus=2)
+    assert read.settings["parallel"] == parallel
+    assert any(said in line for line in read.assumed)
+    assert bool(said) == any("from_pretrained.device_map" in line for line in read.assumed)

@@ -19,6 +19,7 @@ from whichlora.store.models import (
     find_model,
     is_known_model,
     list_models,
+    named_by_path,
     near_matches,
     resolve_name,
 )
@@ -487,3 +488,20 @@ def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
     (own / "a--b.json").write_text('{"schema_version": 1, "hub_id": "a/b", "config": {}}')
     with pytest.raises(DataFileError, match=r"a--b\.json: aliases: missing; 'whichlora models add"):
         find_model("a/b")
+
+
+@pytest.mark.parametrize(
+    ("path", "hub_id"),
+    [
+        ("/data/models/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("/data/models/Qwen2.5-7B-Instruct/", "Qwen/Qwen2.5-7B-Instruct"),
+        ("C:\\models\\Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("/root/data3/Qwen.Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("~/.cache/modelscope/hub/Qwen/Qwen2___5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("/hub/models--Qwen--Qwen2.5-7B/snapshots/1a2b3c", "Qwen/Qwen2.5-7B"),
+        ("/data/models/my-qwen2.5-7b-sft", ""),
+        ("/", ""),
+    ],
+)
+def test_a_path_may_end_in_the_name_of_a_model(path: str, hub_id: str) -> None:
+    assert named_by_path(path) == hub_id

@@ -210,10 +210,10 @@ def named_by_path(path: str) -> str:
     parts = [part.replace("___", ".") for part in re.split(r"[/\\]+", path.strip()) if part]
     cached = [part.split("--")[1:] for part in parts if part.startswith("models--")]
     ends = [cached[-1][-2:]] if cached else [parts[-2:], parts[-1:]]
-    ends += [re.split(r"[._]", end[-1], maxsplit=1) for end in ends[-1:]]  # Qwen.Qwen2.5-7B
-    for end in ends:
+    ends += [re.split(r"[._]", part, maxsplit=1) for part in parts[-1:]]  # Qwen.Qwen2.5-7B
+    for end in filter(None, ends):
         with contextlib.suppress(ConfigError):
-            model = find_model("/".join(end)) if end else None
+            model = find_model("/".join(end))
             if model is not None:
                 return model.name
     return ""

@@ -89,7 +89,7 @@ def with_files(
             "pass --gpus, such as --gpus 4"
         )
     merged, of_images = with_file_images(merged, imported, stated)
-    uncounted = bool(of_images) and imported.shows_images and not merged["images"][0]
+    uncounted = bool(of_images) and imported.shows_images and not merged.get("images", [0])[0]
     packed = any(FULL_ROWS in text for text in imported.assumed)
     notes = [*of_images, *imported.notes]
     if not says_number:
