@@ -71,7 +71,8 @@ def test_images_that_can_not_be_counted_leave_no_plain_yes(tmp_path: Path) -> No
 
 def test_a_file_without_a_sign_of_images_gets_the_note_alone(tmp_path: Path) -> None:
     text = LLAMAFACTORY.replace("template: qwen2_vl\nfreeze_vision_tower: true\n", "")
-    found = predicted(tmp_path, text)
+    assert predicted(tmp_path, text).run.images == 1  # its name has VL
+    found = predicted(tmp_path, text.replace(SEES, "google/gemma-3-4b-it"))
     assert (found.run.images, found.verdict) == (0, "fits")
     assert "no image is counted: --images 1" in found.notes[0]
 

@@ -30,7 +30,9 @@ _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 _COMPUTED = "is computed, which is not read"
 _NAMES = re.compile(r"[\w.,\s-]*")
 _PATH = re.compile(r"^[/.~]|\\|/.*/|/$")  # what no hub id looks like
-_OF_IMAGES = re.compile(r"image|pixels?\b|vision|vit\b|vit_|multi_modal|aligner|VL", re.IGNORECASE)
+_OF_IMAGES = re.compile(r"image|pixels?\b|vision|vit\b|vit_|multi_modal|aligner", re.IGNORECASE)
+# Classes and models that are made for images; others read them, too.
+_FOR_IMAGES = re.compile(r"VL(?!L)|[Vv]ision|Image|[Ll]lava|[Pp]ixtral")
 _LOADS = "from_pretrained"  # whose value is a class
 _PLAIN = RunConfig(model="")
 READ_AS = "read as"
@@ -50,7 +52,7 @@ class Imported:
         refused: setting → why the file's value can't be predicted; the user's own value may.
         epochs: passes over its data; None where it counts steps.
         eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
-        shows_images: its keys have to do with images, so that its rows have some.
+        shows_images: its keys or its model have to do with images, so that its rows have some.
         is_lower_bound: something that is assumed away takes memory.
     """
 
@@ -209,11 +211,14 @@ class Keys:
         switches = [name for name in named if texts[name] in ("true", "yes", "false", "no")]
         return next((name for name in switches or named if _is_on(texts[name])), "")
 
-    def show_images(self, environment: Collection[str]) -> bool:
-        """Whether a key, a class that loads the model, or a variable is of images."""
+    def show_images(self, environment: Collection[str], model: str) -> bool:
+        """Whether a key, a variable, the model or the class that loads it is of images."""
         off = ("false", "no", "none", "[]")
         named = [name for name, value in self._values.items() if str(value).lower() not in off]
-        return any(map(_OF_IMAGES.search, (*named, *environment, str(self._values.get(_LOADS)))))
+        made_for = (model, str(self._values.get(_LOADS)))
+        return any(map(_OF_IMAGES.search, (*named, *environment))) or any(
+            map(_FOR_IMAGES.search, made_for)
+        )
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.raw(name)
@@ -482,7 +487,7 @@ class Tool:
             refused=keys.refused,
             epochs=None if counts_steps or epochs <= 0 else epochs,
             eval_batch_size=keys.eval_batch_size,
-            shows_images=keys.show_images(launch.environment),
+            shows_images=keys.show_images(launch.environment, settings["model"]),
             is_lower_bound=keys.is_lower_bound,
         )
 
