@@ -230,7 +230,7 @@ def _start(source: Source) -> str:
         return ""
     job = escape(source.job)
     if source.trained_s is None:
-        return f"<p>Start the fine-tuning with <code>python {job}</code></p>"
+        return f"<p>Start the fine-tuning with <code>{escape(source.start)}</code></p>"
     took = format_seconds(source.trained_s)
     best = None if source.winner is None else source.points[source.winner].total_s
     expected = f" (expected {format_seconds(best.value)})" if best is not None else ""

@@ -140,6 +140,7 @@ class Source:
         explanation: the answer and its reasons in lines of text.
         num_sequences: of the training data; None where this is not known.
         texts: texts that are shown literally, by key of the answer.
+        start: the command that starts `job`, on as many GPUs as the winner has.
         points: the candidates of both stages; `winner` is the index of the best one, `front` the
             Pareto front of fine-tuning candidates in time and memory.
         side_by_side: one shape with every method and rank.
@@ -154,6 +155,7 @@ class Source:
     limits: Mapping[str, float]
     num_sequences: float | None
     job: str
+    start: str
     trained_s: float | None
     provenance: Mapping[str, Any]
     points: Sequence[Point]
@@ -259,6 +261,7 @@ def _source(values: Mapping[str, Any]) -> Source:
     sequences = _object(values, "dataset").get("num_sequences")
     trained = _object(values, "training").get("train_s")
     limits = _object(values, "limits")
+    job = str(_object(values, "files").get("job") or "")
     return Source(
         texts={key: str(values.get(key) or "") for key in ("config", "gpu", "basis", "tokens")},
         explanation=[str(line) for line in values.get("explanation", ())],
@@ -268,7 +271,8 @@ def _source(values: Mapping[str, Any]) -> Source:
             if bound is not None
         },
         num_sequences=None if sequences is None else _number(sequences),
-        job=str(_object(values, "files").get("job") or ""),
+        job=job,
+        start=str(values.get("start") or f"python {job}"),  # answers before it was written
         trained_s=None if trained is None else _number(trained),
         provenance=_provenance(_object(values, "provenance")),
         points=points,

@@ -425,12 +425,12 @@ def print_starts(console: Console, answer: Answer) -> None:
         say(console, f"and then serve it with: sh {script}", whole=True)
 
 
-def start_command(answer: Answer) -> str:
+def start_command(answer: Answer, *, python: str = sys.executable) -> str:
     """What starts the winner's job."""
     from whichlora.exports.launch import launch_line
 
     assert answer.winner is not None  # whose job it is
-    return launch_line(answer.winner.run, str(answer.files["job"]), python=sys.executable)
+    return launch_line(answer.winner.run, str(answer.files["job"]), python=python)
 
 
 def besides_training(answer: Answer) -> list[str]:

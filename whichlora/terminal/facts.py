@@ -12,7 +12,7 @@ from whichlora import __version__
 from whichlora.predict.words import describe
 from whichlora.search.feasibility import Candidate, Quantity, judge
 from whichlora.spec.plan import Limits, Plan
-from whichlora.terminal.answer import explanation
+from whichlora.terminal.answer import explanation, start_command
 from whichlora.terminal.rows import candidate_row
 from whichlora.terminal.words import times, variant
 
@@ -81,6 +81,8 @@ def answer_facts(answer: Answer) -> dict[str, Any]:
             "notes": _notes(answer),
         },
     }
+    if answer.winner is not None and "job" in answer.files:
+        facts["start"] = start_command(answer, python="python")
     if calibration is not None:
         facts["provenance"]["calibration"] = {
             "gpu": calibration.gpu,
