@@ -663,6 +663,11 @@ def test_where_compares_the_accelerators_that_are_named() -> None:
     assert "what a10-24gb reports" in whichlora(*args).stdout
 
 
+def test_an_export_of_no_folder_and_no_model_says_both() -> None:
+    missing = whichlora("export", "runs/none", "--to", "trl")
+    assert "there is no folder runs/none of a whichlora run, either" in missing.stderr
+
+
 def test_the_older_gpus_is_refused_beside_the_folder_of_a_run(tmp_path: Path) -> None:
     result = whichlora("export", str(tmp_path), "--to", "trl", "--gpus", "l4")
     assert result.exit_code == 2
@@ -771,6 +776,10 @@ def test_markdown_of_an_engine_has_its_waits_and_its_command() -> None:
     shown = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", "--markdown").stdout
     assert "| of requests wait no longer | 50 % | 90 % | 99 % |" in shown
     assert " tokens/s in all, between " in shown
+    assert (
+        "waits are of prompts of 512 and answers of 128 tokens, not of the context: --prompt-len "
+        "and --max-new-tokens state others" in shown
+    )
     assert "- start it with: vllm serve meta-llama/Llama-3.1-8B --max-model-len 640" in shown
 
 

@@ -25,7 +25,7 @@ from whichlora.serving.form import form_in_words
 from whichlora.terminal.life import stages_sheet
 from whichlora.terminal.plane import plane
 from whichlora.terminal.rows import comparison_rows, comparison_summary
-from whichlora.terminal.serving import print_stage_served
+from whichlora.terminal.serving import lengths_in_words, print_stage_served
 from whichlora.terminal.sheet import show
 from whichlora.terminal.tables import (
     MAX_REASONS,
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from whichlora.spec.results import ServingPrediction
     from whichlora.workflow.answer import Answer
 
+    from whichlora.spec.run import RunConfig
 
 def explanation(answer: Answer, *, brief: bool = False) -> list[str]:
     """The answer and its reasons in lines of plain text.
@@ -279,18 +280,19 @@ def _by_engine(served: Candidate | None) -> str:
     return (
         f" by {engine}: room for {serving.max_running} sequences of "
         f"{serving.context:,} tokens, pool {format_bytes(serving.kv_pool_bytes)} "
-        f"({serving.kv_pool_tokens:,} tokens), longest {serving.max_context:,}{_waits(serving)}"
+        f"({serving.kv_pool_tokens:,} tokens), longest {serving.max_context:,}{waits}"
     )
 
 
-def _waits(serving: ServingPrediction) -> str:
+def _waits(serving: ServingPrediction, run: RunConfig) -> str:
     """The median waits of its users, where they are predicted."""
     time = serving.time
     if time is None:
         return ""
     return (
         f"; first token after {format_seconds(time.ttft_s)}, each further one "
-        f"{format_seconds(time.tpot_s)}, {time.output_tokens_per_s:,.4g} tokens/s in all"
+        f"{format_seconds(time.tpot_s)}, {time.output_tokens_per_s:,.4g} tokens/s in all, with "
+        f"{lengths_in_words(run)}"
     )
 
 
@@ -313,6 +315,7 @@ def _preferred(answer: Answer, model: str) -> str:
     """What ranked the candidates; of quality the winner's score, and what has none."""
     objective = answer.plan.objective
     if objective.prefer != "quality":
+    waits = _waits(serving, served.run)
         return _PREFERENCE[objective.prefer]
     score = objective.scores.get(model)
     won = "the largest model, as it has no score" if score is None else f"score {score.in_words}"

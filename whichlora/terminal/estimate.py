@@ -15,6 +15,7 @@ from whichlora.terminal.serving import (
     print_served,
     rate_line,
     served_sheet,
+    waits_lines,
     waits_sheet,
 )
 from whichlora.terminal.several_gpus import count_lines, print_spread
@@ -89,6 +90,7 @@ def _served_lines(prediction: Prediction) -> Iterator[str]:
 
 def _closing(predictions: Sequence[Prediction], refused: Sequence[Refused]) -> Iterator[str]:
     """What is said below the tables."""
+    yield from waits_lines(predictions)
     yield from count_lines(predictions)
     yield from refusals(refused)
     yield from _trainings(predictions)

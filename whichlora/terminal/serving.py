@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from whichlora.predict.words import not_started
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import Prediction, ServingPrediction, ServingTime
+from whichlora.spec.run import RunConfig
 from whichlora.terminal.sheet import Sheet, show
 from whichlora.terminal.tables import new_table, print_table, print_whole, say
 from whichlora.terminal.words import variants
@@ -133,6 +134,21 @@ def waits_sheet(time: ServingTime) -> Sheet:
         rows.append((what, *map(format_seconds, percentiles.values()), between))
     columns = ("of requests wait no longer", *shares, confidence)
     return Sheet(title="", columns=columns, right=shares, rows=rows)
+
+
+def lengths_in_words(run: RunConfig) -> str:
+    """What the waits of a run are of."""
+    return f"prompts of {run.prompt_len:,} and answers of {run.max_new_tokens:,} tokens"
+
+
+def waits_lines(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Which lengths the waits are of, however long the context is."""
+    timed = (each.run for each in predictions if each.serving and each.serving.time)
+    if lengths := dict.fromkeys(map(lengths_in_words, timed)):
+        yield (
+            f"waits are of {'; '.join(lengths)}, not of the context: --prompt-len and "
+            "--max-new-tokens state others"
+        )
 
 
 def rate_line(time: ServingTime) -> str:
