@@ -112,6 +112,34 @@ def test_the_explanation_names_the_winner_and_why_better_ones_fell() -> None:
     assert fell.startswith("large lora r=16, batch 4, 100 tokens left out: predicted 40.00 GiB")
 
 
+def test_of_what_ranks_better_each_variant_has_one_line_of_its_nearest() -> None:
+    best = candidate(TRAIN)
+    runs = [replace(TRAIN, model="org/large", batch_size=size) for size in (8, 4, 2)]
+    sizes = (60, 50, 40)
+    large = [
+        candidate(run, size=9, used=size * GiB, measure=False)
+        for run, size in zip(runs, sizes, strict=True)
+    ]
+    fell = [line for line in explanation(answer(best, *large, winner=best)) if "left out" in line]
+    assert fell == [
+        "large lora r=16, batch 2, 100 tokens left out: predicted 40.00 GiB against memory of the "
+        "device 20.00 GiB (0% chance to meet it)"
+    ]
+
+
+def test_a_variant_that_meets_the_limits_in_another_layout_is_not_left_out() -> None:
+    """It ranks behind, where its fastest layout, which does not fit, would rank before."""
+    run = replace(TRAIN, method="dora")
+    fits = candidate(run, used=9 * GiB, measure=False)
+    ahead = candidate(replace(run, batch_size=8), used=40 * GiB, measure=False)
+    best = candidate(TRAIN)
+    fast = Quantity(value=50.0, low=40.0, high=60.0, measured=False)
+    lines = explanation(answer(best, fits, replace(ahead, total_s=fast), winner=best))
+    assert not any("left out" in line for line in lines)
+    told = "dora r=16, batch 4, 100 tokens meets every limit, but ranks behind the winner: "
+    assert f"good {told}90 s, 9.00 GiB" in lines
+
+
 def test_a_model_that_fell_in_stage_one_says_so() -> None:
     best, slow = candidate(TRAIN), candidate(replace(TRAIN, model="org/slow"), size=4)
     lines = explanation(answer(best, slow, winner=best, passed=("org/good",)))
@@ -206,7 +234,7 @@ def test_a_long_list_of_reasons_is_cut_with_its_count() -> None:
         for i in range(MAX_REASONS + 3)
     ]
     lines = explanation(answer(*fallen, winner=None))
-    assert lines[-1] == "… and 3 more better-ranked candidates, see the table"
+    assert lines[-1] == "… and better-ranked ones of 3 more variants, see the table"
 
 
 # --- files

@@ -15,7 +15,9 @@ from whichlora.predict.words import describe, method_in_words, on_serving_gpus
 from whichlora.search.feasibility import (
     LIKELY,
     Candidate,
+    accepted,
     closest,
+    least_chance,
     likeliest_of_models,
     rejected_before,
     relaxations,
@@ -56,9 +58,9 @@ if TYPE_CHECKING:
     from whichlora.search.gpu_choice import GpuChoice
     from whichlora.search.gpu_counts import GpuCounts
     from whichlora.spec.results import ServingPrediction
+    from whichlora.spec.run import RunConfig
     from whichlora.workflow.answer import Answer
 
-    from whichlora.spec.run import RunConfig
 
 def explanation(answer: Answer, *, brief: bool = False) -> list[str]:
     """The answer and its reasons in lines of plain text.
@@ -75,24 +77,59 @@ def explanation(answer: Answer, *, brief: bool = False) -> list[str]:
         lines.append(f"{candidate.run.model} left out in stage 1 ({form}): {deciding(candidate)}")
     if len(dropped) > MAX_REASONS:
         lines.append(f"… and {len(dropped) - MAX_REASONS} more left out in stage 1, see the table")
-    bold = {candidate.run for candidate in answer.may_fit}
-    before = [
-        candidate
-        for candidate in rejected_before(best, answer.finetune)
-        if candidate.run not in bold
-    ]
-    for candidate in before[:MAX_REASONS]:
-        why = deciding(candidate)
-        if not why:  # predicted to meet everything, and to be hardly better
-            chance = answer.search.chance_to_win.get(candidate.run, 0.0)
-            why = f"not measured, {chance:.0%} chance to beat the winner"
-        lines.append(f"{describe(candidate.run)} left out: {why}")
-    if len(before) > MAX_REASONS:
-        lines.append(
-            f"… and {len(before) - MAX_REASONS} more better-ranked candidates, see the table"
-        )
     gpus = _of_gpus(answer.choice, answer.gpu.key)
-    return [*lines, *_of_counts(answer.counts), *gpus, *refusals(answer.refused)]
+    counts = _of_counts(answer.counts)
+    return [*lines, *_left_out(answer), *counts, *gpus, *refusals(answer.refused)]
+
+
+def _left_out(answer: Answer) -> list[str]:
+    """Why no better-ranked candidate is the winner: a line for each model, method and rank."""
+    best, bold = answer.winner, {candidate.run for candidate in answer.may_fit}
+    variants: dict[object, list[Candidate]] = {}
+    for candidate in rejected_before(best, answer.finetune):
+        if candidate.run not in bold:
+            variants.setdefault(_variant_of(candidate), []).append(candidate)
+    lines = []
+    for key, candidates in [*variants.items()][:MAX_REASONS]:
+        behind = [
+            candidate
+            for candidate in answer.finetune
+            if _variant_of(candidate) == key
+            and best is not None
+            and key != _variant_of(best)
+            and candidate.rank > best.rank
+            and accepted(candidate, least_chance(answer.plan))
+        ]
+        lines.append(_behind(behind) if behind else _why_left_out(answer, candidates))
+    if (more := len(variants) - MAX_REASONS) > 0:
+        lines.append(f"… and better-ranked ones of {more} more variants, see the table")
+    return lines
+
+
+def _variant_of(candidate: Candidate) -> tuple[object, ...]:
+    run = candidate.run
+    return run.model, run.method, run.r, run.quant
+
+
+def _behind(candidates: Sequence[Candidate]) -> str:
+    """The best of a variant that meets every limit, in another layout than what ranks first."""
+    candidate = min(candidates, key=lambda each: each.rank)
+    peak, total = format_bytes(candidate.memory_bytes.value), candidate.total_s
+    takes = peak if total is None else f"{format_seconds(total.value)}, {peak}"
+    return f"{describe(candidate.run)} meets every limit, but ranks behind the winner: {takes}"
+
+
+def _why_left_out(answer: Answer, candidates: Sequence[Candidate]) -> str:
+    """Of the candidates of a variant the nearest to the limits, and what it misses."""
+    meeting = [candidate for candidate in candidates if not deciding(candidate)]
+    if not meeting:
+        nearest = closest(candidates)
+        assert nearest is not None
+        return f"{describe(nearest.run)} left out: {deciding(nearest)}"
+    chances = answer.search.chance_to_win  # predicted to meet everything, and to be hardly better
+    likeliest = max(meeting, key=lambda candidate: chances.get(candidate.run, 0.0))
+    chance = f"{chances.get(likeliest.run, 0.0):.0%} chance to beat the winner"
+    return f"{describe(likeliest.run)} left out: not measured, {chance}"
 
 
 def _of_gpus(choice: GpuChoice | None, shown: str) -> list[str]:
@@ -277,6 +314,7 @@ def _by_engine(served: Candidate | None) -> str:
     if served is None or serving is None:
         return ""
     engine = serving.release + on_serving_gpus(served.run)
+    waits = _waits(serving, served.run)
     return (
         f" by {engine}: room for {serving.max_running} sequences of "
         f"{serving.context:,} tokens, pool {format_bytes(serving.kv_pool_bytes)} "
@@ -315,7 +353,6 @@ def _preferred(answer: Answer, model: str) -> str:
     """What ranked the candidates; of quality the winner's score, and what has none."""
     objective = answer.plan.objective
     if objective.prefer != "quality":
-    waits = _waits(serving, served.run)
         return _PREFERENCE[objective.prefer]
     score = objective.scores.get(model)
     won = "the largest model, as it has no score" if score is None else f"score {score.in_words}"
