@@ -172,6 +172,26 @@ def test_a_plan_may_serve_on_fewer_gpus_than_it_trains_on(tmp_path: Path) -> Non
     assert answer.winner is None
 
 
+def test_each_number_of_gpus_is_tried_and_the_one_that_meets_the_limits_serves(
+    tmp_path: Path,
+) -> None:
+    """Over PCIe two L40S write faster than four, and one holds too few of the sequences."""
+    asked = {"concurrency": 50, "context": 8192, "prefill_length": 7000, "tokens_to_generate": 500}
+    keys = {"gpu": "l40s", "models": [LLAMA], "methods": ["lora"], "gpus": [1, 2, 4]}
+    answer = answered(tmp_path, stage1_profile=asked | {"ttft": "2s", "tpot": "120ms"}, **keys)
+    tried = [dict(each.run.serving_options) for each in answer.inference]
+    assert tried == [{}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}]
+    assert [each.chance > 0.9 for each in answer.inference] == [False, True, False]
+    assert answer.winner is not None
+    assert answer.serving is not None
+    assert dict(answer.serving.run.serving_options) == {"tensor_parallel_size": 2}
+    served = " ".join(explanation(answer))
+    assert "tokens/s in all, with prompts of 7,000 and answers of 500 tokens" in served
+    gpus = answer.winner.run.parallel.gpus
+    report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert f"<code>python -m torch.distributed.run --nproc-per-node={gpus} " in report
+
+
 def test_assumed_lengths_are_not_said_to_be_estimated_from_texts(plain: Answer) -> None:
     assert any(note.startswith("lengths are assumed, ") for note in plain.cautions)
     assert not any("UTF-8" in note for note in plain.cautions)

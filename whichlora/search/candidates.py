@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -105,15 +105,15 @@ class Candidates:
         return self.serving_of(self.plan.models)
 
     def serving_of(self, models: Sequence[str]) -> Iterator[Group]:
-        """Stage 1, one group for each form in which a model is served, and attention kernel."""
+        """Stage 1: a group for each form, number of GPUs that serve it, and attention kernel."""
         import numpy as np
 
         plan = self.plan
         lists = (plan.prompt_lens, plan.max_new_tokens, plan.inference_batch_sizes)
         prompt_len, new_tokens, batch_size = np.ix_(*lists)
         axes = {"batch_size": batch_size, "prompt_len": prompt_len, "max_new_tokens": new_tokens}
-        for form in self.forms(models):
-            for job in self._jobs(form, ONE_GPU, {"attn": plan.attn}, self.refused):
+        for divided in itertools.chain.from_iterable(map(self._divided, self.forms(models))):
+            for job in self._jobs(divided, ONE_GPU, {"attn": plan.attn}, self.refused):
                 yield Group(job=job, axes=axes)
 
     def forms(self, models: Sequence[str]) -> list[RunConfig]:
@@ -125,14 +125,18 @@ class Candidates:
 
         A serving engine that refuses a method's weights or adapter has them merged, unless the
         plan asks for the form. Into weights that are loaded as they are stored nothing is merged.
-        One that divides a model does so over the GPUs of the plan.
+        The number of GPUs that an engine divides a model over is no part of the form, unless the
+        plan states it.
         """
         if run.phase != "finetune":
-            return serving_form(run)
+            form, stated = serving_form(run), dict(self.plan.inference.serving_options)
+            option = get_engine(run.serving).divided_by
+            kept = (pair for pair in form.serving_options if pair[0] != option or option in stated)
+            return replace(form, serving_options=tuple(kept))
         form = self.asked_form(run)
         if self.plan.serve is None and self.why_merged(form):
             form = self._form(run, "merged")
-        return self._shared(form)
+        return form
 
     def asked_form(self, run: RunConfig) -> RunConfig:
         """In which form the plan, or else the method and the checkpoint, have the model served."""
@@ -148,16 +152,20 @@ class Candidates:
             served = with_text_alone(served, model)
         return serving_form(served)
 
-    def _shared(self, form: RunConfig) -> RunConfig:
-        """`form` on as many GPUs as its engine can divide the model over, unless the plan says.
+    def _divided(self, form: RunConfig) -> Iterable[RunConfig]:
+        """`form` on each number of GPUs of the plan that its engine can divide the model over."""
+        numbers = sorted({config.gpus // config.nodes for config in self.plan.spreads})
+        return dict.fromkeys(self._shared(form, most) for most in numbers)
 
-        The most are those of one machine. Powers of two are tried where heads are divided.
+    def _shared(self, form: RunConfig, most: int) -> RunConfig:
+        """`form` on as many GPUs of a machine as its engine can divide the model over.
+
+        They are `most`, or fewer; powers of two are tried where heads are divided.
         """
         engine, options = get_engine(form.serving), dict(form.serving_options)
         option = engine.divided_by
         if not option or option in options:
             return form
-        most = max(config.gpus // config.nodes for config in self.plan.spreads)
         most //= engine.num_copies(form)
         powers = (2**exponent for exponent in reversed(range(1, most.bit_length())))
         for gpus in powers if engine.shared_by else range(most, 1, -1):

@@ -31,6 +31,7 @@ from whichlora.search.feasibility import (
 from whichlora.search.gpu_counts import GpuCounts, compare_counts
 from whichlora.search.loop import SearchLoop
 from whichlora.search.pareto import pareto
+from whichlora.serving import get_engine
 from whichlora.spec.costs import RunningCost
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.parallel import AUTO
@@ -163,9 +164,19 @@ def _dataset_facts(session: Session, model: str) -> dict[str, float]:
 
 
 def _served(session: Session, best: Candidate | None) -> Candidate | None:
-    """Stage 1 of the winner where an engine answers: the likeliest shape of its form."""
-    shapes = [each for each in session.served if best is not None and each.form == best.form]
-    return max(shapes, key=lambda each: each.chance, default=None)
+    """Stage 1 of the winner where an engine answers: the likeliest shape of its form.
+
+    It is on the fewest GPUs with which both stages meet the limits.
+    """
+    if best is None:
+        return None
+    shapes = [each for each in session.served if each.form == best.form]
+    meeting = [each for each in shapes if best.chance * each.chance >= least_chance(session.plan)]
+    return min(
+        meeting or shapes,
+        key=lambda each: (get_engine(each.run.serving).num_gpus(each.run), -each.chance),
+        default=None,
+    )
 
 
 def _waits(session: Session, serving: Candidate | None) -> list[ServingPrediction]:
