@@ -15,6 +15,7 @@ from whichlora.dataset.batching import batches, best_fit_decreasing, length_grou
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError
 from whichlora.spec.plan import Collator
+from whichlora.trainers import Repeats
 
 lengths_of_sequences = st.lists(st.integers(1, 4096), min_size=1, max_size=200)
 
@@ -137,7 +138,19 @@ def test_a_workload_counts_real_and_padded_tokens_of_all_epochs() -> None:
         real = 2 * (5050 // 128 * 128 if collator == "packed" else 5050)
         assert load.real_tokens == real, collator
         assert (load.padding_fraction == 0) == (collator == "packed")
+        assert load.is_padded == (collator != "packed")
         assert load.longest <= 128
+
+
+def test_a_batch_of_one_carries_padding_only_where_rows_are_filled_up() -> None:
+    data = token_lengths(*range(1, 101))
+    alone = {"batch_size": 1, "seq_len": 128}
+    assert not workload(data, collator="longest", **alone).is_padded
+    assert workload(data, collator="fixed", **alone).is_padded
+    assert workload(data, collator="longest", sequences=2, **alone).is_padded
+    written = Repeats(answers=8, per_row=4, micro_batches=2)
+    assert workload(data, collator="longest", repeats=written, **alone).is_padded
+    assert not workload(token_lengths(*[64] * 9), batch_size=4, seq_len=64).is_padded
 
 
 def test_a_part_of_an_epoch_sees_a_part_of_the_tokens() -> None:

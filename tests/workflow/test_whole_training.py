@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+from plan_runs import Silent
 
 from whichlora import estimate
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.workflow.run import run_plan
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -74,6 +76,35 @@ def test_batches_are_padded_and_gpus_share_the_rows(rows: Path) -> None:
     assert one.training is not None
     assert two.training is not None
     assert (one.training.num_steps, two.training.num_steps) == (10, 5)
+
+
+def test_a_plan_takes_a_batch_of_one_as_an_estimate_does(rows: Path, tmp_path: Path) -> None:
+    """It carries no padding, and transformers drops its mask of ones."""
+    plan = {
+        "gpu": "l4",
+        "models": [LLAMA],
+        "methods": ["qlora"],
+        "dataset": str(rows),
+        "stage2_profile": {"batch_size": [1, 2]},
+        "profile": "none",
+        "output_dir": str(tmp_path / "out"),
+    }
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    planned = {
+        each.run.batch_size: each.run.padding for each in run_plan(path, progress=Silent()).finetune
+    }
+    assert planned == {1: "none", 2: "padded"}
+    estimated = estimate(LLAMA, "l4", method="qlora", data=rows, batch_size=[1, 2])
+    assert [each.run.padding for each in estimated] == ["none", "padded"]
+
+
+def test_two_answers_are_padded_to_one_length_in_a_batch_of_one(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": "x", "chosen": "y" * size, "rejected": "z"} for size in (40, 400)]
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (run,) = estimate(LLAMA, "l4", method="qlora", data=pairs, trainer="dpo")
+    assert run.run.padding == "padded"
 
 
 def test_a_file_that_packs_has_rows_of_full_length(rows: Path, tmp_path: Path) -> None:

@@ -438,8 +438,9 @@ class PlanFile(_Section):
     gradient_accumulation_steps: Count = _RUN.gradient_accumulation_steps
     attn: AttentionKernels = (_RUN.attn,)
     """Attention kernels to compare, in both stages."""
-    padding: Padding = "padded"
-    """Whether training batches hold padding, as they do where lengths differ."""
+    padding: Padding = _RUN.padding
+    """Whether training batches hold padding also where lengths do not differ, as of a batch of
+    one."""
     loss_head: LossHead = _RUN.loss_head
     trainer: Name = _RUN.trainer
     """Who runs the training steps."""

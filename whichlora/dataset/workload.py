@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ class Workload:
             those that several GPUs compute at once, that of the widest.
         longest: padded length of the longest batch, which decides the memory. Where lengths are
             assumed or estimated, its upper bound; `least_longest` is the lower one.
-        varied: batches hold rows of different lengths, so that they carry padding.
+        is_padded: its batches carry padding.
         num_batches, num_steps: micro-batches of a GPU and optimizer steps of the whole training.
         real_tokens, padded_tokens: that it trains on, without and with padding.
         deviation: standard deviation of the logarithm of `padded_tokens`, where lengths are
@@ -48,7 +48,7 @@ class Workload:
     collator: Collator
     widths: Mapping[int, float]
     longest: int
-    varied: bool
+    is_padded: bool
     num_batches: int
     num_steps: int
     real_tokens: int
@@ -162,7 +162,14 @@ def workload(
         collator=collator,
         widths=_binned(widths, parts * (num_batches / drawn)),
         longest=max(widest, min(lengths.longest(), seq_len)),
-        varied=bool(_varied(lengths, collator, batch_size, seq_len)),
+        is_padded=are_padded(
+            lengths.lengths["train"],
+            batch_size=batch_size,
+            seq_len=seq_len,
+            collator=collator,
+            sequences=sequences,
+            repeats=repeats,
+        ),
         num_batches=num_batches,
         num_steps=num_steps,
         real_tokens=round(
@@ -273,13 +280,31 @@ def _deviation(tokens: float, alternatives: Sequence[float]) -> float:
     return max(logs, default=0.0) / _ALTERNATIVE_Z
 
 
-def _varied(lengths: TokenLengths, collator: Collator, batch_size: int, seq_len: int) -> bool:
+def are_padded(
+    lengths: Iterable[int],
+    *,
+    batch_size: int,
+    seq_len: int,
+    collator: Collator = "longest",
+    sequences: int = 1,
+    repeats: Repeats | None = None,
+) -> bool:
+    """Whether batches of rows of `lengths`, cut to `seq_len`, carry padding.
+
+    A batch of one sequence has none, and its mask of ones is dropped. Answers that are written at
+    once are padded to the longest of them.
+    Source: transformers 5.23 `masking_utils._ignore_causal_mask_sdpa`.
+
+    Args:
+        batch_size, sequences, repeats: as of `workload`.
+    """
     if collator == "packed":
         return False
-    distinct = {min(length, seq_len) for length in lengths.lengths["train"]}
+    distinct = {min(length, seq_len) for length in lengths}
     if collator == "fixed":
         return distinct != {seq_len}
-    return batch_size > 1 and len(distinct) > 1
+    together = batch_size * sequences if repeats is None else repeats.answers
+    return together > 1 and len(distinct) > 1
 
 
 def _real_tokens(lengths: TokenLengths, collator: Collator, seq_len: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whichlora.dataset import TokenLengths, workload
+from whichlora.dataset.workload import are_padded
 from whichlora.errors import ConfigError
 from whichlora.trainers import Trainer
 
@@ -92,7 +93,7 @@ def read_batches(
         seed=seed,
     )
     scale = num_micro_steps / sum(load.widths.values())
-    varied = batch_size > 1 and len(set(lengths)) > 1
+    varied = are_padded(lengths, batch_size=batch_size, seq_len=max(lengths))
     return Batches(
         widths={width: count * scale for width, count in load.widths.items()},
         longest=load.longest,

@@ -425,7 +425,7 @@ class Candidates:
 
 
 def _padding(load: Workload, stated: Padding) -> Padding:
-    """Whether batches hold padding; `stated` decides where their lengths do not tell."""
-    if load.varied:
+    """Whether batches hold padding; `stated` decides where their lengths need none."""
+    if load.is_padded:
         return "padded"
     return "none" if load.collator == "packed" else stated

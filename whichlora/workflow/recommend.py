@@ -327,7 +327,7 @@ def plan_content(question: Question) -> dict[str, Any]:
         length = question.seq_len
         samples = question.samples or NUM_SAMPLES
         lengths = {"mean_tokens": length, "p95_tokens": length, "max_tokens": length}
-        content |= {"dataset": {"samples": samples} | lengths, "padding": "none"}
+        content["dataset"] = {"samples": samples} | lengths
     else:
         is_here = os.path.exists(os.path.expanduser(question.data))
         path = os.path.abspath(os.path.expanduser(question.data)) if is_here else question.data

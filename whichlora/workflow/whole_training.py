@@ -19,7 +19,7 @@ from whichlora.dataset.lengths import UNCUT
 from whichlora.dataset.media import read_by
 from whichlora.dataset.sources import open_dataset
 from whichlora.dataset.tokens import count_tokens
-from whichlora.dataset.workload import count_steps
+from whichlora.dataset.workload import are_padded, count_steps
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judged import judged_time
@@ -32,7 +32,7 @@ from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.results import Prediction, TrainingTotal
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import rows_of, task_of
-from whichlora.trainers import get_trainer
+from whichlora.trainers import get_trainer, with_trainer
 from whichlora.workflow.evaluation import uncounted
 
 MOST_EPOCHS = 1000
@@ -187,9 +187,15 @@ class Data:
             run = replace(run, target_len=rows.longest_target)
         if self.packed:
             return replace(run, seq_len=seq_len)
-        varied = len({min(length, seq_len) for length in rows.counts}) > 1
-        together = run.batch_size > 1 or largest_batch
-        padding = "padded" if varied and together else run.padding
+        trainer = get_trainer(run.trainer)
+        is_padded = are_padded(
+            rows.counts,
+            batch_size=max(run.batch_size, 2 if largest_batch else 1),
+            seq_len=seq_len,
+            sequences=trainer.sequences(run),
+            repeats=trainer.repeats(with_trainer(run)),
+        )
+        padding = "padded" if is_padded else run.padding
         return replace(run, seq_len=min(seq_len, rows.longest), padding=padding)
 
 
