@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from whichlora.exports.train_script.lines import predicted_versions
 from whichlora.memory.optimizer import library_of
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.run import CHECKPOINT_QUANTS, RunConfig
@@ -44,6 +45,14 @@ def requirements(run: RunConfig) -> Iterator[str]:
         yield "soundfile"
     if of_trainer := requirement(run):
         yield of_trainer
+
+
+def packages(run: RunConfig) -> list[str]:
+    """Libraries that `train.py` of `run` imports, and what `requirements` says."""
+    further = list(requirements(run))
+    named = {package.partition("==")[0] for package in further}
+    libraries = (name for name in predicted_versions(run) if name not in named)
+    return [*libraries, "accelerate", *further]  # the Trainer needs it
 
 
 def install_commands(run: RunConfig) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from whichlora.exports import transformers
 from whichlora.exports.launch import slurm_lines
 from whichlora.exports.recipe import Export, Recipe
-from whichlora.exports.requirements import requirements
+from whichlora.exports.requirements import packages
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.text import require_printable
@@ -25,11 +25,11 @@ def export(recipe: Recipe) -> Export:
     """
     script = transformers.export(recipe)
     command = f"sbatch {FILE}"
-    packages = " and ".join(["torch", *requirements(recipe.run)])
+    *others, last = packages(recipe.run)
     comments = [
         f"# Fine-tuning on {all_gpus(recipe.run, recipe.gpu)}. Written by WhichLoRA.",
-        f"# Start it here, in a Python environment with {packages}, with the partition of these "
-        "GPUs:",
+        f"# Its Python environment needs {', '.join(others)} and {last}.",
+        "# Start it here, with the partition of these GPUs:",
         f"#   sbatch --partition=NAME --time=HH:MM:SS {FILE}",
     ]
     config = recipe.run.parallel
