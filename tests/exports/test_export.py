@@ -750,6 +750,28 @@ def test_trainers_that_a_tool_does_not_run_are_refused(
         export.write_export(recipe, to, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("to", "trainer", "head"),
+    [
+        ("axolotl", "transformers", "hf"),
+        ("llamafactory", "transformers", "hf"),
+        ("unsloth", "unsloth", "unsloth-fused"),
+    ],
+)
+def test_the_recipe_of_trl_is_predicted_as_a_tool_with_sft_of_its_own_runs_it(
+    to: str, trainer: str, head: str, tmp_path: Path
+) -> None:
+    """Whose trainer that of `recommend` is."""
+    run = RunConfig(model=MODEL, method="qlora", trainer="sft")
+    made = export.write_export(export.make_recipe(run, "a100-sxm-80gb"), to, tmp_path)
+    assert (made.after.run.trainer, made.after.run.loss_head) == (trainer, head)
+    assert made.changes["trainer"] == ("sft", trainer)
+    assert any(
+        note.endswith(f"trains SFT itself: it is predicted with the steps of trainer {trainer}")
+        for note in made.export.notes
+    )
+
+
 SIMPO = (("loss_type", "simpo"),)
 
 

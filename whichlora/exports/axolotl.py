@@ -9,6 +9,8 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.exports.checks import (
     LORA_KEYS,
+    SFT_CLASS,
+    by_own_sft,
     options_for_texts,
     require_plain,
     without,
@@ -32,7 +34,13 @@ from whichlora.spec.data_format import (
     DataFormat,
 )
 from whichlora.spec.options import OptionValue
-from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig, autocast_precision
+from whichlora.spec.run import (
+    BNB_QUANTS,
+    FP32_PRECISIONS,
+    USUAL_TRAINER,
+    RunConfig,
+    autocast_precision,
+)
 from whichlora.trainers import get_trainer
 
 FILE = "axolotl.yaml"
@@ -143,12 +151,13 @@ def export(recipe: Recipe) -> Export:
         quants=QUANTS,
         rows=_ROWS,
         data=rows_format(recipe),
-        trainers=tuple(PREFERENCES),
+        trainers=(SFT_CLASS, *PREFERENCES),
     )
+    recipe, by_itself = by_own_sft(recipe, "Axolotl", USUAL_TRAINER)
     run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN, *options_for_texts(recipe.run))
     run, notes = under_axolotl(run)
     spread = spreading(run, "axolotl", keys=_SPREADS, implied=_STORED, loads_on_gpu=True)
-    notes += spread.notes + left_out + WIDENS_NOTHING * ("fsdp" in spread.training)
+    notes += spread.notes + by_itself + left_out + WIDENS_NOTHING * ("fsdp" in spread.training)
     notes += padding_note(recipe)
     settings: dict[str, Any] = {"base_model": run.model, "attn_implementation": run.attn}
     if recipe.tokenizer is not None:

@@ -8,12 +8,13 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.exports.recipe import DATA_FILE, Recipe
-from whichlora.methods import get_method
+from whichlora.methods import get_method, under_trainer, with_defaults
 from whichlora.spec.data_format import DataFormat
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import get_trainer, list_trainers
 
 TRAINER_CLASS = "transformers.Trainer"  # whose steps the script's are
+SFT_CLASS = "trl.SFTTrainer"
 
 
 # PEFT config class → its keys that Axolotl, LLaMA-Factory, TRL and Unsloth can all write. They
@@ -171,6 +172,20 @@ def require_trainer(run: RunConfig, place: str, *others: str) -> None:
             f"{place}: trainer {run.trainer} can't be written, it runs {', '.join(names)}; use "
             f"{'--to transformers' if is_written else 'trainer transformers'}"
         )
+
+
+def by_own_sft(recipe: Recipe, tool: str, trainer: str) -> tuple[Recipe, tuple[str, ...]]:
+    """`recipe` of TRL's SFT as a tool trains it that has SFT of its own, and what to say of it.
+
+    Args:
+        trainer: whose steps are those of the tool.
+    """
+    if get_trainer(recipe.run.trainer).library_class != SFT_CLASS:
+        return recipe, ()
+    run, left_out = without(recipe.run, tool, "trainer_options")
+    own = with_defaults(under_trainer(run, trainer))
+    note = f"{tool} trains SFT itself: it is predicted with the steps of trainer {trainer}"
+    return replace(recipe, run=own), (note, *left_out)
 
 
 def runs_in_trainer(run: RunConfig, *others: str) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.exports.checks import (
     LORA_KEYS,
+    SFT_CLASS,
+    by_own_sft,
     options_for_texts,
     require_plain,
     without,
@@ -38,7 +40,13 @@ from whichlora.spec.data_format import (
 )
 from whichlora.spec.dtypes import has_master_weights
 from whichlora.spec.options import OptionValue
-from whichlora.spec.run import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig, autocast_precision
+from whichlora.spec.run import (
+    FOUR_BIT_BNB,
+    FP32_PRECISIONS,
+    USUAL_TRAINER,
+    RunConfig,
+    autocast_precision,
+)
 from whichlora.trainers import Trainer, get_trainer, llamafactory_dpo, llamafactory_kto
 
 FILE = "llamafactory.yaml"
@@ -131,15 +139,16 @@ def export(recipe: Recipe) -> Export:
         quants=QUANTS,
         rows=_ROWS,
         data=rows_format(recipe),
-        trainers=tuple(_LEARNS),
+        trainers=(SFT_CLASS, *_LEARNS),
     )
+    recipe, by_itself = by_own_sft(recipe, "LLaMA-Factory", USUAL_TRAINER)
     unknown = _UNKNOWN + options_for_texts(recipe.run)
     if not get_method(recipe.run.method).trains_base:
         unknown += ("base_dtype",)
     run, left_out = without(recipe.run, "LLaMA-Factory", *unknown)
     spread = spreading(run, "llamafactory", keys=_SPREADS, implied=_STORED, loads_on_gpu=True)
     run, notes = under_llamafactory(run, divided=bool(spread.training.keys() & _DIVIDE))
-    notes += spread.notes + left_out
+    notes += spread.notes + by_itself + left_out
     notes += padding_note(recipe)
     settings: dict[str, Any] = {
         "model_name_or_path": run.model,

@@ -7,6 +7,8 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.exports.checks import (
     LORA_KEYS,
+    SFT_CLASS,
+    by_own_sft,
     options_for_texts,
     require_plain,
     without,
@@ -29,10 +31,10 @@ from whichlora.spec.data_format import (
     TEXT_ROWS,
 )
 from whichlora.spec.run import FP32_PRECISIONS, RunConfig, autocast_precision
-from whichlora.trainers import get_trainer
+from whichlora.trainers import get_trainer, unsloth
 
 FILE = "train_unsloth.py"
-_CLASS = "unsloth.FastLanguageModel"
+_CLASS = unsloth.TRAINER.library_class
 _OUTPUT = "output-unsloth"
 _UNKNOWN = (
     "bias",
@@ -78,14 +80,20 @@ def export(recipe: Recipe) -> Export:
         ConfigError: a setting that Unsloth lacks.
     """
     require_plain(
-        recipe, "unsloth", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS, trainers=(_CLASS,)
+        recipe,
+        "unsloth",
+        adapters=LORA_KEYS,
+        quants=_QUANTS,
+        rows=_ROWS,
+        trainers=(SFT_CLASS, _CLASS),
     )
+    recipe, by_itself = by_own_sft(recipe, "Unsloth", unsloth.TRAINER.name)
     is_own = get_trainer(recipe.run.trainer).library_class == _CLASS
     options = () if is_own else options_for_texts(recipe.run)
     run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN, *options)
     run, notes = under_unsloth(run)
     spreading(run, "unsloth", keys=())  # it runs under torchrun, where DDP needs no key
-    notes += left_out
+    notes += by_itself + left_out
     notes += padding_note(recipe, *_PACKED)
     constants = {
         "SEQ_LEN": literal(run.seq_len),

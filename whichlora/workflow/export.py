@@ -248,7 +248,11 @@ def write_export(
         before=before,
         after=after,
         paths=tuple(contents),
-        changes={name: (then[name], now[name]) for name in now if then[name] != now[name]},
+        changes={
+            name: (then[name], now[name])
+            for name in now
+            if name in then and then[name] != now[name]
+        },
     )
 
 
