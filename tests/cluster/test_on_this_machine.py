@@ -18,15 +18,19 @@ from typing import Any
 import pytest
 import run_on_fake_gpus
 import sweep_config
+from click.testing import CliRunner
 from fake_profiler import FakeProfiler
 
+from whichlora.cli import main
 from whichlora.cluster import rounds, watch
 from whichlora.cluster.merge import Recommendation
 from whichlora.cluster.on_skypilot import SkyPilotEngine
 from whichlora.cluster.on_this_machine import LocalEngine
+from whichlora.cluster.slurm.discovery import GpuGroup
 from whichlora.cluster.state import Sweep
 from whichlora.cluster.tasks import profile_task
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.spec.plan import Plan
 from whichlora.store.locks import hold_folder
 from whichlora.workflow.run import run_plan
 
@@ -391,3 +395,45 @@ def test_runs_over_several_gpus_are_predicted_where_there_are_as_many(tmp_path: 
     assert answer.judged.group.gpu == H100
     assert answer.answer.winner is not None
     assert answer.answer.winner.run.parallel.gpus == 2
+
+
+class Nodes(LocalEngine):
+    """Two nodes of eight GPUs, as `sinfo` tells them."""
+
+    def __init__(self, gpu: str, *others: str) -> None:
+        super().__init__()
+        sizes = {"num_nodes": 2, "num_gpus": 16, "most_on_a_node": 8}
+        self.group = GpuGroup(name="h100", gpu=gpu, others=others, gres_type="h100", **sizes)
+
+    def find_groups(self, plan: Plan) -> tuple[list[GpuGroup], list[str]]:
+        return [self.group], []
+
+
+def test_more_gpus_than_a_node_has_are_over_as_many_nodes_as_they_need(tmp_path: Path) -> None:
+    spread = {"profile": "none", "gpus": 16, "parallel": "zero1"}
+    engine = Nodes(H100)
+    answers = follow(plan(write_config(tmp_path, **spread), engine), engine)
+    assert answers.best is not None
+    assert answers.best.answer.winner is not None
+    assert answers.best.answer.winner.run.parallel.nodes == 2
+    with pytest.raises(ConfigError, match="needs more than the 8 on each of 2 nodes"):
+        plan(write_config(tmp_path, **spread | {"gpus": 32, "output_dir": "more"}), engine)
+
+
+def test_a_type_that_may_be_another_gpu_says_where_to_name_it(tmp_path: Path) -> None:
+    spread = {"profile": "none", "gpus": 16, "parallel": "zero1"}
+    hint = r"may be h100-sxm-80gb: name it, as slurm.gpus: {h100: h100-sxm-80gb}"
+    with pytest.raises(ConfigError, match=f"no network to other nodes.*{hint}"):
+        plan(write_config(tmp_path, **spread), Nodes("h100-pcie-80gb", H100))
+
+
+@pytest.mark.parametrize(
+    ("engine", "start"), [("local", "python"), ("skypilot", "whichlora export .* --to skypilot")]
+)
+def test_a_sweep_without_runs_ends_with_its_answer(engine: str, start: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path, profile="none", gpu=H100)
+    result = CliRunner().invoke(main, ["slurm", str(config), "--engine", engine])
+    assert result.exit_code == 0, result.output
+    assert re.search("predicted, 100% chance to meet every limit", result.output)
+    assert re.search(f"Recommended, queue wait aside: .*{start}", result.output, re.DOTALL)
+    assert (tmp_path / "out" / "recommendation.json").is_file()

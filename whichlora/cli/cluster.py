@@ -75,10 +75,13 @@ def plan(config: Path, submit: bool, engine: str, fresh: bool, as_json: bool) ->
         sweep = rounds.plan_sweep(config, runner, name=engine, progress=progress, fresh=fresh)
         if not as_json:
             terminal.print_sweep(sweep)
+        recommendation = None
         if submit:
             with goes_on_with("slurm", "resume", str(sweep.run_dir)):
                 recommendation = watch.follow(sweep, runner, progress)
-    if submit:
+        elif not sweep.arrays:
+            recommendation = watch.join(sweep.run_dir, progress)
+    if recommendation is not None:
         _show(recommendation, as_json=as_json)
 
 

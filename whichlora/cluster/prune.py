@@ -12,6 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.search.acquisition import Decision, Spent, exhausted
 from whichlora.search.feasibility import MIN_CHANCE, Candidate
 from whichlora.search.loop import SearchLoop
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Budget, Plan, ProfilePolicy
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -54,7 +55,8 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
                 group_plan = replace(_on_group(plan, group), output_dir=folder, gpu=key)
                 session = Session(group_plan, gpu, progress, fresh=False, lengths=lengths)
                 runs = session.runs()
-            except ConfigError as error:  # the other groups may run what this one refuses
+            except ConfigError as fault:  # the other groups may run what this one refuses
+                error = _or_another(fault, group)
                 refusals.append(error)
                 progress.say(f"{group.name} left out: {error}")
                 continue
@@ -87,13 +89,34 @@ def _on_group(plan: Plan, group: GpuGroup) -> Plan:
     Raises:
         ConfigError: none is left.
     """
-    spreads = tuple(config for config in plan.spreads if config.is_one_device or group.has(config))
+    over_nodes = (_over_nodes(config, group) for config in plan.spreads)
+    spreads = tuple(config for config in over_nodes if config.is_one_device or group.has(config))
     if not spreads:
         raise ConfigError(
             f"gpus: the plan needs more than the {group.most_on_a_node} on each of "
             f"{group.num_nodes} nodes"
         )
     return replace(plan, spreads=spreads)
+
+
+def _over_nodes(config: ParallelConfig, group: GpuGroup) -> ParallelConfig:
+    """`config` over the fewest equal nodes of `group` that hold its GPUs, where one does not."""
+    most = group.most_on_a_node
+    if config.nodes > 1 or config.gpus <= most:
+        return config
+    numbers = (n for n in range(2, group.num_nodes + 1) if config.gpus % n == 0)
+    return replace(config, nodes=next((n for n in numbers if config.gpus <= n * most), 1))
+
+
+def _or_another(error: ConfigError, group: GpuGroup) -> ConfigError:
+    """`error` of a group whose GPUs may be others, with where to name them."""
+    if not group.others:
+        return error
+    kind = group.gres_type or "FEATURE"
+    return ConfigError(
+        f"{error}; {group.name} is taken for {group.gpu} and may be {', '.join(group.others)}: "
+        f"name it, as slurm.gpus: {{{kind}: {group.others[0]}}}"
+    )
 
 
 def _met(sweep: Sweep, group: GpuGroup) -> list[str]:

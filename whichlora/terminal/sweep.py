@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.exports.launch import train_command
 from whichlora.predict.words import describe
+from whichlora.terminal.answer import start_command
 from whichlora.terminal.live import counts
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import certainty
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from whichlora.cluster.merge import Recommendation
     from whichlora.cluster.state import Sweep
     from whichlora.cluster.watch import TaskStatus
+    from whichlora.workflow.answer import Answer
 
 
 def print_status(statuses: Sequence[TaskStatus]) -> None:
@@ -89,6 +90,13 @@ def print_sweep(sweep: Sweep) -> None:
         say(console, "no candidate is worth a run: the predictions settle the answer")
 
 
+def _how_sure(answer: Answer) -> str:
+    best = answer.winner
+    if best is None or best.measured:
+        return certainty(answer.search, has_winner=best is not None)
+    return f"predicted, {best.chance_of_both_stages:.0%} chance to meet every limit"
+
+
 def print_recommendation(recommendation: Recommendation, dry_run: Sequence[str] = ()) -> None:
     """The winner of every GPU type, the best of all, and how to start it.
 
@@ -120,8 +128,7 @@ def print_recommendation(recommendation: Recommendation, dry_run: Sequence[str] 
         spare=("runs", "accelerator"),
     )
     for group in recommendation.groups:
-        sure = certainty(group.answer.search, has_winner=group.answer.winner is not None)
-        say(console, f"{group.judged.group.name}: {sure}")
+        say(console, f"{group.judged.group.name}: {_how_sure(group.answer)}")
     for line in dry_run:
         say(console, line)
     if recommendation.best is not None and recommendation.best.answer.winner is not None:
@@ -135,5 +142,11 @@ def print_recommendation(recommendation: Recommendation, dry_run: Sequence[str] 
         if recommendation.best.script is not None:
             say(console, f"start it with: sbatch {recommendation.best.script}", whole=True)
         elif job is not None:
-            command = shlex.join(train_command(job, recommendation.best.answer.winner.run))
-            say(console, f"start it there with: {command}", whole=True)
+            say(
+                console,
+                f"start it there with: {start_command(recommendation.best.answer)}",
+                whole=True,
+            )
+            if not best_group.num_nodes:  # of a cloud
+                task = f"whichlora export {shlex.quote(str(job.parent))} --to skypilot"
+                say(console, f"write its task with: {task}", whole=True)
