@@ -312,6 +312,10 @@ def test_columns_that_are_named_become_a_question_and_its_answer(tmp_path: Path)
             "answers must be made text or messages first, to be used; give "
             "dataset.prompt_column and dataset.completion_column, such as context and question",
         ),
+        (
+            {"Ticket Body": "it does not work", "Agent Reply": "turn it on", "Büro": "B7"},
+            "dataset.completion_column, such as Ticket Body and Agent Reply, or",
+        ),
         ({"a": 1, "b": 2}, 'give dataset.template, such as "{b}\\n{a}"'),
     ],
 )

@@ -458,10 +458,29 @@ def test_conversations_without_an_answer_are_refused_with_their_roles(
         count()
 
 
+def test_an_answer_without_text_is_told(tmp_path: Path) -> None:
+    ask, call = {"role": "user", "content": "x"}, {"name": "f", "arguments": {}}
+    answers: list[dict[str, Any]] = [
+        {"content": " "},
+        {"content": "y"},
+        {"content": "", "tool_calls": [{"type": "function", "function": call}]},
+    ]
+    rows = [{"messages": [ask, {"role": "assistant", **answer}]} for answer in answers]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": []}]))
+    data = open_dataset(DatasetConfig(path=str(path), validation_fraction=0.0))
+    lengths = count_tokens(data, tokenizer=None, offline=True, max_length=64)
+    assert lengths.changed() == [
+        "1 row without text is left out",
+        "1 row has an answer without text, of which the end is learned",
+    ]
+
+
 def test_rows_without_text_are_left_out_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "", " \n"))
     assert (lengths.lengths["train"], lengths.num_empty) == ((4,), 2)
     assert lengths.describe().endswith("longest 4, 2 rows without text are left out")
+    assert lengths.changed() == ["2 rows without text are left out"]
     with pytest.raises(ConfigError, match="has no text to learn in its split train"):
         count_bytes(Rows("", " "))
 

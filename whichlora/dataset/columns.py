@@ -458,9 +458,13 @@ def _advice(row: Row) -> str:
         return f"{words}; give rows with text, messages, or prompt and completion"
     template = "\\n".join(f"{{{column}}}" for column in scalars)
     advice = f'dataset.template, such as "{template}"'
-    if len(scalars) > 1 and set(scalars[-2:]) <= set(texts):
+    pair = scalars[-2:]
+    if scalars and places.get(scalars[-1], -1) < 0:  # no name tells the answer: the longest two
+        longest = sorted(texts, key=lambda column: len(row[column]))[-2:]
+        pair = [column for column in texts if column in longest]
+    if len(pair) == 2 and set(pair) <= set(texts):
         advice = (
-            f"dataset.prompt_column and dataset.completion_column, such as {scalars[-2]} and "
-            f"{scalars[-1]}, or {advice}"
+            f"dataset.prompt_column and dataset.completion_column, such as {pair[0]} and "
+            f"{pair[1]}, or {advice}"
         )
     return f"{words}; give {advice} in a plan, or name the one that is learned text"

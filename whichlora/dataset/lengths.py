@@ -24,6 +24,7 @@ class TokenLengths:
         max_length: tokens that longer sequences were cut to.
         num_truncated: sequences that were cut, over all splits.
         num_empty: rows left out because they have no text, over all splits.
+        num_blank: rows trained on, over all splits, in which a turn of the assistant has no text.
         num_unlearned: rows left out, over all splits, and `unlearned`: why.
         of_row: what a row is, in words.
         image_sizes: split to sizes of the images of each row; empty where no row has one.
@@ -43,6 +44,7 @@ class TokenLengths:
     max_length: int
     num_truncated: int = 0
     num_empty: int = 0
+    num_blank: int = 0
     num_unlearned: int = 0
     unlearned: str = ""
     of_row: str = "sequences"
@@ -104,16 +106,18 @@ class TokenLengths:
             f"{self.num_sequences()} {self.of_row}, {self.total_tokens()} tokens an epoch, "
             f"longest {self.longest()}"
         ]
-        words += self.changed()
-        if self.num_empty:
-            words.append(rows_are(self.num_empty, "left out", " without text"))
-        return ", ".join(words)
+        return ", ".join([*words, *self.changed()])
 
     def changed(self) -> list[str]:
-        """Which rows the greatest length cuts, and which it leaves out."""
+        """How many rows are cut or left out, and how many have an answer without text."""
         words = []
         if self.num_truncated:
             words.append(f"{rows_are(self.num_truncated, 'cut')} to {self.max_length} tokens")
         if self.num_unlearned:
             words.append(f"{self.num_unlearned} rows are left out: {self.unlearned}")
+        if self.num_empty:
+            words.append(rows_are(self.num_empty, "left out", " without text"))
+        if self.num_blank:
+            rows = "1 row has" if self.num_blank == 1 else f"{self.num_blank:,} rows have"
+            words.append(f"{rows} an answer without text, of which the end is learned")
         return words

@@ -16,6 +16,7 @@ from whichlora.dataset.base import (
     checked_splits,
     data_format,
     examples,
+    texts_of,
 )
 from whichlora.dataset.encoders import (
     BYTE_LEVEL,
@@ -115,10 +116,17 @@ def count_tokens(
     counts_of = partial(_counts, reader)
     counts = {split: counts_of(encode, rows) for split, rows in whole.items()}
     num_left_out = _leave_out(whole, counts, reader, encode)
+    num_blank = sum(_has_blank_answer(row) for rows in whole.values() for row in rows)
 
     def lengths_of(counts: Mapping[Split, Counts]) -> TokenLengths:
         cut = _lengths(reader, counts)
-        return replace(cut, num_empty=num_empty, num_unlearned=num_left_out, method=method)
+        return replace(
+            cut,
+            num_empty=num_empty,
+            num_blank=num_blank,
+            num_unlearned=num_left_out,
+            method=method,
+        )
 
     lengths = _with_targets(reader, lengths_of(counts), encode, whole)
     if expected.media:
@@ -268,6 +276,16 @@ def _whole_examples(
         whole[split] = [example for example in every if example is not None]
         num_empty += len(every) - len(whole[split])
     return whole, num_empty
+
+
+def _has_blank_answer(example: Example) -> bool:
+    """Whether a turn of the assistant has neither text nor a call of a tool."""
+    return any(
+        message["role"] == "assistant"
+        and not message.get("tool_calls")
+        and not any(text.strip() for text in texts_of([message]))
+        for message in example.get("messages", ())
+    )
 
 
 def _leave_out(

@@ -326,10 +326,7 @@ def _rows(
     )
     sizes = lengths.image_sizes.get("train", ())
     notes = [] if lengths.is_counted else [f"lengths are {lengths.method}"]
-    if lengths.num_empty:
-        notes.append(f"{lengths.num_empty} rows without text to learn are left out")
-    if lengths.num_unlearned:
-        notes += lengths.changed()
+    notes += lengths.changed()
     return Rows(
         counts=Counter(lengths.lengths["train"]),
         others=sum(lengths.others.get("train", ())),
