@@ -83,9 +83,25 @@ def test_lists_make_a_grid_and_single_values_one_prediction() -> None:
 def test_an_unknown_setting_is_refused_by_name() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"batchsize: is not a setting; accepted are phase, .*, gradient_as_bucket_view",
+        match=r"batchsize: is not a setting; did you mean batch_size; accepted are phase, .*, "
+        "gradient_as_bucket_view",
     ):
         estimate(MODEL, "l4-24gb", batchsize=4)  # type: ignore[call-arg]
+
+
+def test_settings_that_contradict_their_method_are_refused() -> None:
+    told = "quant: none, but method qlora has its base in nf4-dq"
+    with pytest.raises(whichlora.ConfigError, match=told):
+        estimate(MODEL, "l4-24gb", method="qlora", quant="none")
+    with pytest.raises(ConfigError, match="r: method full has no rank"):
+        estimate(MODEL, "l4-24gb", method="full", r=8)
+    assert len(estimate(MODEL, "l4-24gb", method=["full", "lora"], r=8)) == 2
+
+
+def test_lengths_and_targets_are_typed_as_they_are_accepted() -> None:
+    (one,) = estimate(MODEL, "l4-24gb", seq_len="1k", target_modules=["q_proj"])
+    assert (one.run.seq_len, one.run.target_modules) == (1024, ("q_proj",))
+    assert isinstance(one.run, whichlora.RunConfig)
 
 
 def test_gpus_are_types_by_name_or_list_everywhere() -> None:

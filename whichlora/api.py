@@ -43,6 +43,7 @@ from whichlora.spec.run import (
     Serve,
     image_sides,
 )
+from whichlora.spec.words import meant
 from whichlora.store.costs import load_rates
 from whichlora.store.gpus import is_count
 from whichlora.terminal import Progress
@@ -71,12 +72,12 @@ class _RunSettings(TypedDict, total=False):
     phase: Phase | Sequence[Phase]
     method: str | Sequence[str]
     batch_size: int | Sequence[int]
-    seq_len: int | Sequence[int]
-    target_len: int | Sequence[int | None] | None
+    seq_len: int | str | Sequence[int | str]
+    target_len: int | str | Sequence[int | str | None] | None
     r: int | Sequence[int]
     lora_alpha: int | Sequence[int]
     lora_dropout: float | Sequence[float]
-    target_modules: str | tuple[str, ...]
+    target_modules: str | Sequence[str]
     modules_to_save: tuple[str, ...]
     base_dtype: BaseDtype | Sequence[BaseDtype]
     adapter_dtype: AdapterDtype | Sequence[AdapterDtype]
@@ -109,8 +110,8 @@ class _RunSettings(TypedDict, total=False):
     audios: int | Sequence[int]
     audio_seconds: float
     freeze_vision_tower: bool | Sequence[bool]
-    prompt_len: int | Sequence[int]
-    max_new_tokens: int | Sequence[int]
+    prompt_len: int | str | Sequence[int | str]
+    max_new_tokens: int | str | Sequence[int | str]
     kv_cache: KvCache | Sequence[KvCache]
     cache_backend: CacheBackend | Sequence[CacheBackend]
     cache_nbits: int | Sequence[int]
@@ -120,7 +121,7 @@ class _RunSettings(TypedDict, total=False):
     serving: str | Sequence[str]
     serving_options: Mapping[str, OptionValue]
     concurrency: int | Sequence[int]
-    context: int | Sequence[int]
+    context: int | str | Sequence[int | str]
     shared_prompt_fraction: float
     request_rate: float | None
     length_spread: float
@@ -586,8 +587,10 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
         if name not in accepted:
             options = strategy_options()
             if name not in options:
+                near = meant(name, [*accepted, *options])
                 raise ConfigError(
-                    f"{name}: is not a setting; accepted are {', '.join([*accepted, *options])}"
+                    f"{name}: is not a setting; {f'did you mean {near}; ' if near else ''}"
+                    f"accepted are {', '.join([*accepted, *options])}"
                 )
             together = isinstance(options[name][0].default, tuple) and isinstance(value, tuple)
             grid[name] = [value] if together else _listed(value)

@@ -82,14 +82,19 @@ def export(
             raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
         if runs[0].phase != "finetune":
             raise ConfigError("--phase: export writes a fine-tuning, got inference; leave it out")
-        recipe, notes = export.recipe_for(
-            to,
-            runs[0],
-            gpu,
-            calibration_dir=calibration_dir,
-            epochs=epochs,
-            learning_rate=learning_rate,
-        )
+        try:
+            recipe, notes = export.recipe_for(
+                to,
+                runs[0],
+                gpu,
+                calibration_dir=calibration_dir,
+                epochs=epochs,
+                learning_rate=learning_rate,
+            )
+        except ConfigError as error:
+            is_unknown = str(error).startswith("model: ") and not os.path.exists(folder)
+            also = f"; there is no folder {source} of a whichlora run, either"
+            raise ConfigError(f"{error}{also if is_unknown else ''}") from None
         folder = Path()
     done = export.write_export(
         recipe, to, output or folder, data=data, calibration_dir=calibration_dir, notes=notes

@@ -207,7 +207,9 @@ def counts_or_max(setting: str, *, of_tokens: bool = False) -> Callable[..., lis
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | str:
         words = [word.strip() for word in value.split(",")]
         if MAX in words and len(words) > 1:
-            raise ConfigError(f"--{setting}: max stands alone, got {value!r}")
+            raise ConfigError(
+                f"--{setting}: max stands alone, got {value!r}; ask for max by itself"
+            )
         return MAX if words == [MAX] else listed(ctx, param, value)
 
     return split

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.methods import with_defaults
+from whichlora.methods import get_method, with_defaults
 from whichlora.serving import get_engine
 from whichlora.serving.base import Engine, unequal
 from whichlora.spec.options import by_own_names
@@ -24,6 +24,7 @@ from whichlora.spec.run import (
     usual_optimizer,
 )
 from whichlora.spec.versions import Libraries
+from whichlora.spec.words import alternatives
 from whichlora.store.gpus import number_in, one_number, types_by_number
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 from whichlora.tasks import with_task
@@ -139,6 +140,7 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
             try:
+                _check_base(chosen, phase)
                 if chosen.get("serving"):
                     chosen = {**chosen, "serving": get_engine(chosen["serving"]).name}
                 shared = stored_by_engine(chosen, phase)
@@ -184,6 +186,7 @@ def with_concurrency(settings: Mapping[str, Any], *, stated: Collection[str]) ->
             f"serving: {engines[0]} is of phase inference; give it, or leave serving out"
         )
     _check_lengths(asked, stated)
+    _check_rank(asked, stated)
     concurrency = asked.pop("concurrency", [None])
     is_given = concurrency != [None]
     if "batch_size" in stated and (is_given or engines):
@@ -194,6 +197,35 @@ def with_concurrency(settings: Mapping[str, Any], *, stated: Collection[str]) ->
     if is_given and any(asked.get("request_rate") or ()):
         raise ConfigError("concurrency: is what request_rate leads to; give one of them")
     return asked | ({"batch_size": concurrency} if is_given else {})
+
+
+def _check_rank(asked: Mapping[str, Any], stated: Collection[str]) -> None:
+    """Refuse a rank where no asked method has one.
+
+    Raises:
+        ConfigError: the user gave one.
+    """
+    methods = [get_method(name) for name in asked.get("method") or ()]
+    if "r" in stated and methods and all("r" in method.ignores for method in methods):
+        names = alternatives(method.name for method in methods)
+        raise ConfigError(f"r: method {names} has no rank; leave r out, or give method lora")
+
+
+def _check_base(chosen: Mapping[str, Any], phase: str) -> None:
+    """Refuse a base in 16 bit under a method that is named after its base in 4 bit.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    name = chosen.get("method")
+    if phase != "finetune" or name is None or chosen.get("quant") != "none":
+        return
+    method = get_method(name)
+    if method.base_quant != "none":
+        raise ConfigError(
+            f"quant: none, but method {method.name} has its base in {method.base_quant}; leave "
+            "quant out, or give method lora"
+        )
 
 
 def _check_lengths(asked: Mapping[str, Any], stated: Collection[str]) -> None:
