@@ -19,8 +19,8 @@ pytestmark = pytest.mark.oracle
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
