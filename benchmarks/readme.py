@@ -7,29 +7,55 @@ are filled by hand, from runs that take a machine and minutes.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from runpy import run_module
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read where it is imported
+_LATER = [  # imported by the commands themselves
+    "whichlora.workflow.estimates",
+    "whichlora.workflow.guide",
+    "whichlora.terminal.estimate",
+    "whichlora.terminal.explained",
+    "whichlora.terminal.guides",
+    "whichlora.terminal.notebook",
+    "whichlora.terminal.sheet",
+]
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["whichlora.cli", *_LATER])
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "trainers.md")
 _BLOCK = re.compile(r"(<!-- OUTPUT: (whichlora [^\n]*) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
 
 
 def printed(command: str) -> str:
-    """What `command` prints where nobody measured anything."""
-    arguments = [sys.executable, "-m", *shlex.split(command)]
+    """What `command` prints where nobody measured anything, by a fork of a process that imported it."""
+    arguments = shlex.split(command)
     with tempfile.TemporaryDirectory() as empty:
-        settings = os.environ | {"WHICHLORA_CALIBRATION": empty, "HF_HUB_OFFLINE": "1"}
         if "export" in arguments:
             arguments += ["--output", f"{empty}/job"]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=settings)
-        text = done.stdout.replace(f"{empty}/job/", "")
+        output, faults = Path(empty) / "output", Path(empty) / "faults"
+        process = _FORKS.Process(target=_run, args=(arguments, empty, output, faults))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{command}: exit code {process.exitcode}: {faults.read_text().strip()}")
+        text = output.read_text(encoding="utf-8").replace(f"{empty}/job/", "")
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n") + "\n"
+
+
+def _run(arguments: list[str], empty: str, output: Path, faults: Path) -> None:
+    """The command line with its own arguments, files for its streams and nothing measured."""
+    for descriptor, path in ((1, output), (2, faults)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ["WHICHLORA_CALIBRATION"] = empty
+    sys.argv = arguments
+    run_module("whichlora", run_name="__main__", alter_sys=True)
 
 
 def write_or_check(page: Path, filled: str) -> None:
