@@ -7,6 +7,7 @@ import re
 import pytest
 
 from whichlora.api import where
+from whichlora.store.gpus import list_gpus
 from whichlora.terminal.placements import print_placements
 
 
@@ -51,7 +52,8 @@ def test_a_table_without_a_card_that_fits_says_so(capsys: pytest.CaptureFixture[
 def test_of_many_cards_the_nearest_are_shown_and_the_others_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    placed = where("Qwen/Qwen3-0.6B", method="lora", seq_len=64)
+    cards = [gpu.key for gpu in list_gpus()[::3]]
+    placed = where("Qwen/Qwen3-0.6B", cards, method="lora", seq_len=64)
     print_placements(placed, whole=False)
     text = capsys.readouterr().out
     assert len(re.findall(r" yes ", text)) == 24

@@ -24,6 +24,7 @@ from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import new_table, open_console, print_table, print_whole, say
 from whichlora.terminal.words import variants
 from whichlora.text import from_csv_cell
+from whichlora.workflow import estimates
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B")
 
@@ -106,6 +107,17 @@ def test_words_stay_whole_where_heads_and_texts_can_be_broken_between_them() -> 
     assert "rtx-4090-24gb" in "\n".join(shown(console))  # columns stand closer
 
 
+def asked_once(patch: pytest.MonkeyPatch, name: str) -> None:
+    """The same command is answered as before."""
+    function, answers = getattr(estimates, name), []
+
+    def answer(*args: Any, **settings: Any) -> Any:
+        answers[:] = answers or [function(*args, **settings)]
+        return answers[0]
+
+    patch.setattr(estimates, name, answer)
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -120,24 +132,27 @@ def test_words_stay_whole_where_heads_and_texts_can_be_broken_between_them() -> 
         "estimate Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B --gpu l4-24gb,4090 --serving vllm",
     ],
 )
-@pytest.mark.parametrize("width", [40, 80])
 def test_no_word_of_a_table_is_cut(
-    command: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "some words of a row"}\n' * 400)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("whichlora.terminal.tables.PLAIN_WIDTH", 1000)
-    monkeypatch.setattr("whichlora.terminal.guides._PLAIN_WIDTH", 1000)
-    known = set(CliRunner().invoke(main, command.split()).stdout.split())
+    asked_once(monkeypatch, "where")
+    asked_once(monkeypatch, "estimate_grid")
+    printed = {}
+    for width in (1000, 40, 80):
+        monkeypatch.setattr("whichlora.terminal.tables.PLAIN_WIDTH", width)
+        monkeypatch.setattr("whichlora.terminal.guides._PLAIN_WIDTH", width)
+        printed[width] = CliRunner().invoke(main, command.split()).stdout
+    known = set(printed.pop(1000).split())
     known |= {word.rpartition("/")[2] for word in known}
-    monkeypatch.setattr("whichlora.terminal.tables.PLAIN_WIDTH", width)
-    monkeypatch.setattr("whichlora.terminal.guides._PLAIN_WIDTH", width)
-    lines = CliRunner().invoke(main, command.split()).stdout.splitlines()
-    at_rule = next(i for i, line in enumerate(lines) if line.startswith(" ──"))
-    table = [*itertools.takewhile(str.strip, lines[at_rule:])]
-    assert max(map(len, table)) <= width or width == 40
-    cut = {word for line in table for word in line.split() if "──" not in word} - known
-    assert not cut
+    for width, text in printed.items():
+        lines = text.splitlines()
+        at_rule = next(i for i, line in enumerate(lines) if line.startswith(" ──"))
+        table = [*itertools.takewhile(str.strip, lines[at_rule:])]
+        assert max(map(len, table)) <= width or width == 40
+        cut = {word for line in table for word in line.split() if "──" not in word} - known
+        assert not cut
 
 
 def test_numbers_go_from_the_right_and_the_memory_stays_before_a_line_runs_over() -> None:
