@@ -3,8 +3,9 @@
     python benchmarks/contexts.py --write    docs/accuracy/contexts.md
 
 `contexts.csv` has one row per reading, in MiB: of a context alone (`bare`), once kernels have run
-(`kernels`; beside other ranks with NCCL's buffers), and of trainings (`steps`). Readings under
-Windows, before CUDA 11.7, which loads all kernels at once, and with other processes are left out.
+(`kernels`; beside other ranks with NCCL's buffers), of trainings (`steps`), and with all kernels
+loaded (`all`), as torch before 1.13 has it. Readings under Windows and with other processes are
+left out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from whichlora.spec.backends.cuda import (
     THREAD_BYTES,
     resident_threads,
     step_kernels_bytes,
+    uncalled_kernels_bytes,
 )
 from whichlora.store.gpus import find_gpu
 from whichlora.units import MiB
@@ -40,6 +42,7 @@ STATES = {
     "kernels": "once kernels have run",
     "ranks": "the same, beside other ranks",
     "steps": "trainings",
+    "all": "all kernels loaded, before torch 1.13",
 }
 
 
@@ -74,6 +77,8 @@ def readings() -> Iterator[Reading]:
                 predicted -= FIRST_KERNELS_BYTES
             if row["state"] == "steps":
                 predicted += step_kernels_bytes(gpu.compute_capability)
+            if row["state"] == "all":
+                predicted += uncalled_kernels_bytes(gpu.compute_capability)
             threads = gpu.num_multiprocessors * resident_threads(gpu.compute_capability)
             measured = float(row["mib"]) * MiB
             yield Reading(
@@ -136,7 +141,11 @@ def document(found: Sequence[Reading]) -> str:
             f"{len(bare)} bare readings is {median(one.thread_bytes for one in bare):.0f} bytes; "
             f"with each card left out the error is {100 * left_out_error(bare):.1f} % in the "
             f"median. First kernels add {FIRST_KERNELS_BYTES // MiB} MiB, those of a step on "
-            f"compute capability 9 and later {step_kernels_bytes('9.0') // MiB} MiB more. NCCL's "
+            f"compute capability 9 and later {step_kernels_bytes('9.0') // MiB} MiB more. "
+            "torch before 1.13 loads all kernels: "
+            f"{uncalled_kernels_bytes('7.0') // MiB} MiB more, and "
+            f"{uncalled_kernels_bytes('8.0') // MiB} from compute capability 8 on, one reading "
+            "each, of the V100 and of the newer RTX 3090; earlier releases have less. NCCL's "
             f"buffers are {OF_PCIE_BYTES // MiB} MiB over PCIe and {OF_NVLINK_RANK_BYTES // MiB} "
             "MiB for each rank that NVLink joins. Before, every card that nobody had "
             "measured was given 500 MiB, and several ranks 340 or 690 MiB.",

@@ -157,7 +157,7 @@ def update_cost(optimizer: str) -> float:
         start = time.process_time()
         made.step()
         times.append(time.process_time() - start)
-    on_cpu = replace(update_of(job_of(run)), device_kind="cpu")
+    on_cpu = replace(update_of(job_of(run)), foreach=False)
     return fast(times) / float(update_launches(on_cpu)) / unit_s
 
 

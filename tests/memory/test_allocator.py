@@ -8,6 +8,8 @@ import pytest
 from devices import A100, CPU
 
 from whichlora.memory import allocator
+from whichlora.spec.versions import Libraries
+from whichlora.store.gpus import find_gpu
 from whichlora.units import GiB, MiB
 
 
@@ -80,6 +82,17 @@ def test_an_engine_takes_its_share_of_the_card_and_a_process_its_context() -> No
     assert allocator.pool_bytes(card, "vllm") == 92 * GiB
     assert allocator.pool_bytes(card, "paged") == 90 * GiB
     assert allocator.pool_bytes(card, "dynamic") == 0
-    assert allocator.context_bytes(card) == 500 * MiB
-    assert allocator.context_bytes(replace(card, context_bytes=7)) == 7
-    assert allocator.context_bytes(CPU) == 0
+    today = Libraries()
+    assert allocator.context_bytes(card, today) == 500 * MiB
+    assert allocator.context_bytes(replace(card, context_bytes=7), today) == 7
+    assert allocator.context_bytes(CPU, today) == 0
+
+
+def test_a_torch_before_lazy_loading_holds_every_kernel() -> None:
+    """transformers' page on training on one GPU prints 1,343 MiB, a block of 2 among them."""
+    v100 = find_gpu("v100-sxm2-16gb")
+    before = allocator.context_bytes(v100, Libraries(torch="1.10.1"))
+    assert before / MiB == pytest.approx(1341, abs=2)
+    since = allocator.context_bytes(v100, Libraries(torch="1.13"))
+    assert since == allocator.context_bytes(v100, Libraries()) < before / 3
+    assert allocator.context_bytes(CPU, Libraries(torch="1.10.1")) == 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from whichlora.memory import optimizer
 from whichlora.memory.gradients import Trained
 from whichlora.spec.run import Optimizer
+from whichlora.spec.versions import Libraries
 
 MATRIX = Trained(rows=512, width=512, param_bytes=4)
 VECTOR = Trained(rows=1, width=65536, param_bytes=4)
@@ -19,7 +20,7 @@ BETWEEN_ELEMENTWISE = 0.003  # a fraction: the sums of Adafactor, and numbers of
 
 
 def update_of(tensors: list[Trained], name: str, **settings: Any) -> optimizer.Update:
-    usual = {"device_kind": "cuda", "clips": False, "unscales": False, "num_micro_batches": 1}
+    usual = {"foreach": True, "clips": False, "unscales": False, "num_micro_batches": 1}
     return optimizer.Update(tensors=tuple(tensors), optimizer=name, **usual | settings)
 
 
@@ -195,8 +196,8 @@ def test_adafactor_launches_a_kernel_per_operator_of_every_tensor(
 ) -> None:
     tensor = replace(tensor, param_bytes=param_bytes)
     recorded = real_step("adafactor", parameters(tensor, count=1), foreach=False)
-    for device_kind in ("cpu", "cuda"):
-        counted = launched([tensor], "adafactor", device_kind=device_kind)
+    for foreach in (False, True):
+        counted = launched([tensor], "adafactor", foreach=foreach)
         assert counted == len(recorded.operators)
 
 
@@ -357,7 +358,7 @@ def test_launches_of_an_update_are_as_full_as_tensors_and_blocks_allow(
 def test_bitsandbytes_and_a_cpu_update_one_tensor_after_the_other() -> None:
     tensors = [replace(MATRIX, count=10), replace(VECTOR, count=5)]
     assert launched(tensors, "adamw_8bit") == launched(tensors, "lion") == 15
-    on_cpu = {"device_kind": "cpu"}
+    on_cpu = {"foreach": False}
     assert launched(tensors, "adamw_torch", **on_cpu) == 15 * 7
     assert launched(tensors, "adamw_torch_fused", **on_cpu) == 15
     assert launched(tensors, "adafactor", **on_cpu) == 10 * 24 + 5 * 16
@@ -379,3 +380,34 @@ def test_every_optimizer_reads_a_gradient_and_a_parameter_and_writes_it(
 ) -> None:
     assert moved(tensor, name) >= 3 * tensor.param_bytes
     assert launched([tensor], name) > 0
+
+
+def test_transformers_own_adamw_moves_and_launches_what_it_wrote() -> None:
+    """`AdamW.step` of optimization.py in transformers 4.16, in its order, without weight decay."""
+    torch = pytest.importorskip("torch")
+    (parameter,) = parameters(MATRIX, 1)
+    first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    def step() -> None:
+        first.mul_(0.9).add_(parameter.grad, alpha=0.1)
+        second.mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
+        denom = second.sqrt().add_(1e-6)
+        parameter.data.addcdiv_(first, denom, value=-1e-3)
+
+    real = record(step)
+    assert moved(MATRIX, "adamw_hf") * MATRIX.num_params == real.moved
+    assert launched([MATRIX], "adamw_hf") == len(real.operators)
+    of_16_bit = replace(MATRIX, param_bytes=2)
+    for tensor in (MATRIX, of_16_bit):
+        (root,) = next(optimizer.temporary_blocks([tensor], optimizer="adamw_hf", foreach=True))
+        assert root == tensor.param_bytes * tensor.num_params
+    both = [replace(MATRIX, count=5), VECTOR]
+    size = optimizer.step_temporary_bytes(both, optimizer="adamw_hf", foreach=True)
+    assert size == 4 * 512 * 512
+
+
+def test_a_torch_before_2_has_no_lists_of_tensors() -> None:
+    old, new = Libraries(torch="1.13.1"), Libraries(torch="2.0")
+    assert optimizer.has_foreach("cuda", new)
+    assert not optimizer.has_foreach("cuda", old)
+    assert not optimizer.has_foreach("cpu", new)

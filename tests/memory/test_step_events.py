@@ -155,7 +155,7 @@ def test_blocks_of_states_and_temporaries_add_up(name: str) -> None:
     blocks = state_blocks(tensor, optimizer=name, device_kind="cuda")
     whole = state_bytes([tensor], optimizer=name, device_kind="cuda") // tensor.count
     assert sum(blocks) == pytest.approx(whole, abs=2)
-    lists = list(temporary_blocks([tensor], optimizer=name, device_kind="cuda"))
+    lists = list(temporary_blocks([tensor], optimizer=name, foreach=True))
     assert bool(lists) == (name in ("adamw_torch", "adafactor"))
 
 

@@ -14,6 +14,7 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.backends import BACKENDS, backend_of
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import BNB_QUANTS, RunConfig
+from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.hub import load_model
 from whichlora.units import MiB
@@ -98,7 +99,11 @@ def test_hipblas_keeps_a_workspace_per_thread(gpu: str, training_mib: int) -> No
 def test_only_backends_with_foreach_make_lists_of_temporaries() -> None:
     tensor = Trained(rows=10, width=100, param_bytes=4)
     made = {
-        kind: optimizer.step_temporary_bytes([tensor], optimizer="adamw_torch", device_kind=kind)
+        kind: optimizer.step_temporary_bytes(
+            [tensor],
+            optimizer="adamw_torch",
+            foreach=optimizer.has_foreach(kind, Libraries()),
+        )
         for kind in BACKENDS
     }
     assert made == {"cuda": 4000, "rocm": 4000, "xpu": 4000, "hpu": 0, "mps": 0, "cpu": 0}

@@ -14,7 +14,7 @@ from whichlora import estimate
 from whichlora.errors import ConfigError
 from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import RunConfig, usual_optimizer
 from whichlora.spec.versions import FUSED_4BIT_ROWS, Libraries
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.hub import load_model
@@ -235,3 +235,40 @@ def test_so_many_rows_are_what_bitsandbytes_chooses(capability: str) -> None:
     fp16 = scope["torch"].float16
     fused = [rows for rows in range(1, 1537) if scope[name](0, fp16, rows, 14336, 4096)]
     assert fused == list(range(1, FUSED_4BIT_ROWS[capability] + 1))
+
+
+def test_the_usual_optimizer_is_that_of_the_release() -> None:
+    for transformers, torch, expected in (
+        ("4.31.0", "2.13.0", "adamw_hf"),
+        ("4.46.1", "2.13.0", "adamw_torch"),
+        ("4.54.0", "2.7.1", "adamw_torch"),
+        ("4.54.0", "2.8.0", "adamw_torch_fused"),
+    ):
+        libraries = {"transformers": transformers, "torch": torch}
+        assert usual_optimizer(Libraries(**libraries)) == expected
+        asked = {"method": "full", "batch_size": 1, "libraries": libraries}
+        (found,) = estimate(QWEN, "a100", **asked)
+        assert found.run.optimizer == expected
+        (stated,) = estimate(QWEN, "a100", optimizer="adafactor", **asked)
+        assert stated.run.optimizer == "adafactor"
+    (found,) = estimate(QWEN, "a100", optimizer="adamw_hf", method="full")
+    assert found.run.optimizer == "adamw_torch"  # transformers 5 has no other
+
+
+BERT_LARGE = {"model": "google-bert/bert-large-uncased", "method": "full", "attn": "eager"}
+TEXTS = {"task": "sequence-classification", "seq_len": 512, "gradient_checkpointing": False}
+
+
+def test_older_softmaxes_keep_what_they_read() -> None:
+    settings = {**BERT_LARGE, **TEXTS, "precision": "fp32", "optimizer": "adamw_hf"}
+    settings["task_options"] = (("num_labels", 2),)
+    old, new = (("torch", "1.10.1"),), (("torch", "1.11"),)
+    scores = 24 * 16 * 512**2
+    assert peak(**settings, libraries=old) - peak(**settings, libraries=new) == pytest.approx(
+        4 * scores, rel=0.01
+    )
+    # an fp32 mask, without which scores have 16 bits under autocast
+    before = (("torch", "1.10.1"), ("transformers", "4.57"))
+    settings["precision"] = "fp16"
+    gained = peak(**settings, libraries=before) - peak(**settings, libraries=old)
+    assert gained == pytest.approx(2 * scores, rel=0.05)

@@ -234,8 +234,13 @@ def encoder(
     )
 
 
+# `BertModel.forward` of transformers 4.16 to 4.57 makes `extended_attention_mask`, which eager
+# scores get in the dtype of the weights whatever the batch; 5.0 has `create_bidirectional_mask`.
+_MASKS: dict[str, Any] = {"masks_keys_until": "5"}
+
+
 def _bert(c: Fields) -> ModelSpec:
-    layer = encoder_layer(c, self_attention(c))
+    layer = encoder_layer(c, self_attention(c, **_MASKS))
     return encoder(c, [layer] * c.layers(), pooler=True)
 
 
@@ -249,7 +254,7 @@ def after_padding(c: Fields) -> dict[str, Any]:
 
 
 def _roberta(c: Fields) -> ModelSpec:
-    layer = encoder_layer(c, self_attention(c))
+    layer = encoder_layer(c, self_attention(c, **_MASKS))
     return encoder(c, [layer] * c.layers(), pooler=True, **after_padding(c))
 
 
@@ -262,7 +267,7 @@ def _widened(width: int, hidden: int, name: str) -> tuple[Linear, ...]:
 
 def _electra(c: Fields) -> ModelSpec:
     width, hidden = c.size("embedding_size"), c.size("hidden_size")
-    layer = encoder_layer(c, self_attention(c))
+    layer = encoder_layer(c, self_attention(c, **_MASKS))
     around = () if width == hidden else _widened(width, hidden, "embeddings_project")
     head = masked_head(c, width, activation="gelu")
     return encoder(c, [layer] * c.layers(), width=width, head_linears=around, masked_head=head)
@@ -284,7 +289,7 @@ def _albert(c: Fields) -> ModelSpec:
     num_groups, per_group = c.layers("num_hidden_groups"), c.layers("inner_group_num")
     layer = encoder_layer(
         c,
-        self_attention(c),
+        self_attention(c, **_MASKS),
         mlp_names=("ffn", "ffn_output"),
         norm_names=("LayerNorm", "full_layer_layer_norm"),
     )

@@ -15,6 +15,7 @@ from whichlora.symbolic.kernels import (
     attention_kernel,
     has_mask_per_head,
     is_masked,
+    masks_keys,
     shares_mask,
 )
 from whichlora.symbolic.linear_form import evaluate
@@ -67,7 +68,8 @@ def kept_masks(
             num_pairs[key] = rows * (attention.memory_len or length + dtypes.prefix_tokens)
             if kernel == "eager":
                 size = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
-                masks[key] = size * (1 if attention.causal else masked)
+                made = 0 if masks_keys(attention, dtypes) else masked  # one row: left out
+                masks[key] = size * (1 if attention.causal else made)
             elif dtypes.uses_sdpa:
                 masks[key] = masked
                 if attention.adds_mask:
@@ -106,12 +108,7 @@ def making_mask_bytes(layer: Layer, dtypes: Dtypes, *, tokens: Count, span: Coun
 
 
 def _masked(layer: Layer, attention: Attention, dtypes: Dtypes, span: Count) -> Count:
-    """1 where a mask is made: never for a decoder's own tokens, which are never padded.
-
-    One of a row for each sequence is so small that it is left out.
-    """
-    if attention.masks_keys:
-        return 0 * span
+    """1 where a mask is made: never for a decoder's own tokens, which are never padded."""
     decodes = any(each.cross for each in layer.attentions) and not attention.cross
     return 0 * span if decodes else is_masked(attention, dtypes, span)
 

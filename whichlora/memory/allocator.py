@@ -15,6 +15,7 @@ from whichlora.memory.entries import Fact, Group, Tensor, tensor_bytes
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, divides, floor_div, is_plain, largest, round_up
+from whichlora.spec.versions import Libraries
 from whichlora.units import MiB
 
 PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool, where expandable
@@ -240,17 +241,21 @@ CONTEXT = Fact(
 )
 
 
-def context_bytes(gpu: GpuSpec) -> int:
+def context_bytes(gpu: GpuSpec, libraries: Libraries) -> int:
     """Device memory of a process that trains or generates, outside the allocator.
 
-    Kind: estimate. Source: `gpu.json` of the device, else its backend, else what is typical.
+    Kind: estimate. Source: `gpu.json` of the device, else its backend, else what is typical; what
+    kernels that nobody calls add is of the backend.
     """
+    uncalled = 0
+    if libraries.loads_all_kernels:
+        uncalled = gpu.backend.uncalled_kernels_bytes(gpu.compute_capability)
     if gpu.context_bytes is not None:
-        return gpu.context_bytes
+        return gpu.context_bytes + uncalled
     idle = derived_context_bytes(gpu)
     if idle is None:
-        return TYPICAL_CONTEXT_BYTES
-    return idle + gpu.backend.step_kernels_bytes(gpu.compute_capability)
+        return TYPICAL_CONTEXT_BYTES + uncalled
+    return idle + gpu.backend.step_kernels_bytes(gpu.compute_capability) + uncalled
 
 
 def derived_context_bytes(gpu: GpuSpec) -> int | None:
@@ -264,5 +269,5 @@ def idle_context_bytes(gpu: GpuSpec) -> int:
     Kind: estimate. Source: as of `context_bytes`.
     """
     idle = derived_context_bytes(gpu)
-    of_step = context_bytes(gpu)
+    of_step = context_bytes(gpu, Libraries())
     return of_step if idle is None else min(idle, of_step)

@@ -628,7 +628,7 @@ def optimizer_step(step: TrainingStep) -> Entries:
     # gradients outlive it; `_multi_tensor_adam` of torch makes its lists while they are there.
     # Clipping before it works in place: `_foreach_mul_` in `_clip_grads_with_norm_` of clip_grad.py
     temporaries = optimizer.step_temporary_bytes(
-        step.tensors, optimizer=step.run.optimizer, device_kind=step.gpu.kind
+        step.tensors, optimizer=step.run.optimizer, foreach=step.has_foreach
     )
     return (
         *step.static,

@@ -14,6 +14,7 @@ from whichlora.memory.entries import Fact
 from whichlora.memory.gradients import Trained
 from whichlora.spec.backends import backend_of
 from whichlora.spec.numeric import Count, ceil_div, largest
+from whichlora.spec.versions import Libraries
 
 _MIN_8BIT_PARAMS = 4096  # smaller tensors keep 32-bit states
 _MIN_PAGED_PARAMS = 100_000  # smaller tensors keep their states on the device
@@ -245,6 +246,17 @@ _OPTIMIZERS = {
         lists_temporary=True,
         stored_states=_always(3),
     ),
+    # transformers' own, before 5: `AdamW.step` of optimization.py loops over parameters
+    "adamw_hf": Optimizer(
+        state_bytes=_as_wide(2),
+        # both states decayed 2 each and added to 3 each, the root 2, epsilon 2, the parameter 4
+        moved_bytes=_passes(18),
+        tensor_launches=_always(7),
+        wide_states=2,
+        update_bytes=lambda tensor: tensor.param_bytes * tensor.num_params,  # `denom`
+        stored_states=_always(2),  # its `step` is a number
+        library="transformers",
+    ),
     "adamw_torch_fused": Optimizer(
         state_bytes=_as_wide(2),
         moved_bytes=_passes(7),
@@ -390,6 +402,11 @@ def state_blocks(tensor: Trained, *, optimizer: str, device_kind: str) -> list[i
     return [rule.state_bytes(tensor, backend_of(device_kind).has_paged_states) // number] * number
 
 
+def has_foreach(device_kind: str, libraries: Libraries) -> bool:
+    """Whether optimizers update lists of tensors. Kind: exact. Source: both properties."""
+    return backend_of(device_kind).has_foreach and libraries.has_foreach
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """What happens to the gradients of one optimizer step.
@@ -398,11 +415,12 @@ class Update:
         clips: their norm is computed, and they are scaled by what it allows.
         unscales: a `GradScaler` multiplied the loss, as under fp16 autocast.
         num_micro_batches: whose gradients are summed.
+        foreach: `has_foreach` of the device.
     """
 
     tensors: tuple[Trained, ...]
     optimizer: str
-    device_kind: str
+    foreach: bool
     clips: bool
     unscales: bool
     num_micro_batches: int
@@ -450,7 +468,6 @@ def update_launches(update: Update) -> Count:
     Source: as of `update_bytes`; torch 2.13 `MultiTensorApply.cuh`.
     """
     called = _OPTIMIZERS[update.optimizer]
-    accelerated = backend_of(update.device_kind).has_foreach  # `_default_to_fused_or_foreach`
     together = CLIP_LISTS * update.clips + UNSCALE_LISTS * update.unscales
     launches: Count = CLIP_LAUNCHES * update.clips
     num_tensors: Count = 0
@@ -459,10 +476,10 @@ def update_launches(update: Update) -> Count:
         present = tensor.count * (tensor.num_params > 0)
         num_tensors = num_tensors + present
         chunks = chunks + ceil_div(tensor.num_params, _CHUNK) * tensor.count
-        if not (accelerated and called.lists):
+        if not (update.foreach and called.lists):
             launches = launches + present * called.tensor_launches(tensor)
     launches = launches + num_tensors * (update.num_micro_batches - 1)
-    if not accelerated:
+    if not update.foreach:
         return launches + num_tensors * len(together)
     for lists in together + called.lists:
         full = ceil_div(num_tensors, _MOST_TENSORS[lists - 1])
@@ -480,14 +497,16 @@ TEMPORARIES = Fact(
 )
 
 
-def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_kind: str) -> Count:
+def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, foreach: bool) -> Count:
     """Temporaries at the peak of the step.
 
     The foreach implementation of AdamW makes one list of tensors as large as the parameters; the
-    fused one makes none, and neither do a CPU and others that loop over parameters. Adafactor makes
-    an fp32 update and its next stage of one parameter at a time, and of 16-bit ones fp32 copies of
-    the gradient and the parameter. SGD and bitsandbytes update in place.
-    Kind: exact. Source: torch 2.13 `_multi_tensor_adam`; transformers 5.23 `Adafactor.step`.
+    fused one makes none, and neither do a CPU and others that loop over parameters, torch before 2
+    among them. transformers' own AdamW makes a root of one parameter at a time, Adafactor an fp32
+    update and its next stage, and of 16-bit ones fp32 copies of the gradient and the parameter. SGD
+    and bitsandbytes update in place.
+    Kind: exact. Source: torch 2.13 `_multi_tensor_adam`; transformers 5.23 `Adafactor.step`,
+    4.16 `AdamW.step`.
     """
     rule = _OPTIMIZERS[optimizer]
     if rule.update_bytes is not None:
@@ -497,11 +516,11 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
         size = tensor.param_bytes * tensor.num_params * tensor.count
         lists[tensor.param_bytes] = lists.get(tensor.param_bytes, 0) + size
     of_all = largest(*lists.values())
-    return of_all if rule.lists_temporary and backend_of(device_kind).has_foreach else 0 * of_all
+    return of_all if rule.lists_temporary and foreach else 0 * of_all
 
 
 def temporary_blocks(
-    tensors: Sequence[Trained], *, optimizer: str, device_kind: str
+    tensors: Sequence[Trained], *, optimizer: str, foreach: bool
 ) -> Iterator[list[int]]:
     """Temporaries of the step in order, those that are alive together in one list.
 
@@ -510,9 +529,10 @@ def temporary_blocks(
     rule = _OPTIMIZERS[optimizer]
     if rule.update_bytes is not None:
         for tensor in tensors:
-            wide = 4 * tensor.num_params
-            yield [wide] * (rule.update_bytes(tensor) // max(1, wide))
-    elif rule.lists_temporary and backend_of(device_kind).has_foreach:
+            size = rule.update_bytes(tensor)
+            block = min(4 * tensor.num_params, size)
+            yield [block] * (size // max(1, block))
+    elif rule.lists_temporary and foreach:
         lists: dict[int, list[int]] = {}
         for tensor in tensors:
             size = tensor.param_bytes * tensor.num_params

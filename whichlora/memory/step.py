@@ -84,6 +84,11 @@ class TrainingStep:
         return {"tokens": self.tokens, "span": self.seq_len}
 
     @property
+    def has_foreach(self) -> bool:
+        """Whether its optimizer updates lists of tensors on this device."""
+        return optimizer.has_foreach(self.gpu.kind, self.dtypes.libraries)
+
+    @property
     def source_len(self) -> Count:
         """Tokens of each sequence that the first stack is given: an encoder's, or all there is."""
         return self.model.groups[0].layer.own_len or self.seq_len

@@ -532,7 +532,8 @@ class StepEvents(TowerPlayer):
                 )
                 self.list.stay(itertools.chain.from_iterable(states), times)
         one_by_one = [tensor for tensors, times in self.trained for tensor in tensors * times]
-        for temporaries in optimizer.temporary_blocks(one_by_one, optimizer=name, device_kind=kind):
+        foreach = step.has_foreach
+        for temporaries in optimizer.temporary_blocks(one_by_one, optimizer=name, foreach=foreach):
             self.list.pass_by(temporaries)
         if self._zeroes_gradients:
             return

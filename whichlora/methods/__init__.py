@@ -215,13 +215,15 @@ def usual_learning_rate(run: RunConfig) -> tuple[float, str]:
 
 
 def _with_optimizer(method: Method, run: RunConfig) -> RunConfig:
-    """`run` with the optimizer that its method is.
+    """`run` with the optimizer that its method is, or that its release of transformers has.
 
     Raises:
         ConfigError: the optimizer is another method.
     """
     if method.optimizer is not None:
         return replace(run, optimizer=method.optimizer)
+    if run.optimizer == "adamw_hf" and not run.versions.has_own_adamw:
+        return replace(run, optimizer="adamw_torch")
     owners = [each.name for each in BUILT_IN.values() if each.optimizer == run.optimizer]
     if owners:
         raise ConfigError(

@@ -50,7 +50,7 @@ FORWARD = (*one_device.LAYER_FORWARDS, "loss_forward")
 BEFORE_GRADIENTS = (*FORWARD, "loss_backward")
 OFFLOADED: tuple[AnyOptimizer, ...] = ("adamw_torch", "adamw_torch_fused")
 # In whose place accelerate puts DeepSpeed's CPU Adam, too; of `lion` it makes its CPU Lion.
-_AS_ADAM = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd")
+_AS_ADAM = ("adamw_hf", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd")
 
 # --- what a rank computes ---------------------------------------------------------------------
 
@@ -262,7 +262,8 @@ class Partitioned:
         name, kind = self.step.run.optimizer, self.step.gpu.kind
         if kind == "cpu" and name == "adamw_torch":
             return 2 * biggest
-        return optimizer.step_temporary_bytes(self.updated, optimizer=name, device_kind=kind)
+        foreach = self.step.has_foreach
+        return optimizer.step_temporary_bytes(self.updated, optimizer=name, foreach=foreach)
 
     @property
     def bucket_bytes(self) -> Count:

@@ -267,7 +267,7 @@ def _host_update(rank: RankKind, spread: Spread) -> HostUpdate | None:
     update = Update(
         tensors=tuple(sharding.units.trained_shards(sharding.size)),
         optimizer=run.optimizer,
-        device_kind="cpu",
+        foreach=False,
         clips=rank.step.trainer.clips_gradients,
         unscales=False,
         num_micro_batches=sent,

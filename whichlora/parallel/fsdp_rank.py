@@ -295,7 +295,7 @@ class Rank:
         lists = optimizer.step_temporary_bytes(
             self.sharding.units.trained_shards(self._size),
             optimizer=rest.run.optimizer,
-            device_kind=rest.gpu.kind,
+            foreach=rest.has_foreach,
         )
         return (
             Entry(GRADIENT_SHARDS, self._all_shards),

@@ -115,7 +115,8 @@ def evaluation_peak_bytes(job: ResolvedRun, calibration: Calibration, *, width: 
     run = replace(job.run, gradient_checkpointing=True, lora_dropout=0.0)
     alive = evaluation_bytes(training_step(replace(job, run=run), seq_len=width))
     mean = calibration.memory.mean
-    return round(float(alive) * mean["weights"] + context_bytes(job.gpu) * mean["context"])
+    context = context_bytes(job.gpu, job.dtypes.libraries) * mean["context"]
+    return round(float(alive) * mean["weights"] + context)
 
 
 def bytes_of_checkpoint(job: ResolvedRun) -> CheckpointBytes:

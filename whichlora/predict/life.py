@@ -259,5 +259,6 @@ def _parts(job: ResolvedRun, stage: Stage) -> dict[str, Count]:
         if held.place == "gpu":
             parts[held.entry.part] = parts[held.entry.part] + int(held.entry.num_bytes)
     parts["temporary"] = parts["temporary"] + stage.workspace_bytes
-    parts["context"] = allocator.context_bytes(job.gpu) if stage.num_bytes("gpu") else 0
+    if stage.num_bytes("gpu"):
+        parts["context"] = allocator.context_bytes(job.gpu, job.dtypes.libraries)
     return parts

@@ -19,7 +19,7 @@ def part_bytes(job: ResolvedRun, counted: Ledger, moment: str) -> dict[str, Coun
     parts["temporary"] = parts["temporary"] + counted.workspace_in(moment)
     parts["allocator"] = counted.idle_bytes
     parts[RETURNED] = counted.returned_bytes
-    parts["context"] = allocator.context_bytes(job.gpu)
+    parts["context"] = allocator.context_bytes(job.gpu, job.dtypes.libraries)
     if job.layout is not None:
         parts["context"] = parts["context"] + job.layout.communicator_bytes(job.gpu)
     return parts

@@ -46,7 +46,7 @@ def update_of_step(step: TrainingStep) -> Update:
     return Update(
         tensors=step.tensors,
         optimizer=step.run.optimizer,
-        device_kind=step.gpu.kind,
+        foreach=step.has_foreach,
         clips=step.trainer.clips_gradients,
         unscales=step.run.precision == "fp16" and step.dtypes.under_autocast,
         num_micro_batches=step.run.gradient_accumulation_steps * step.num_forwards,

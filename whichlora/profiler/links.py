@@ -196,7 +196,7 @@ class _Rank:
         update_of = Update(
             tensors=(Trained(rows=1, width=_UPDATED, param_bytes=4),),
             optimizer="adamw_torch_fused",
-            device_kind="cpu",
+            foreach=False,
             clips=False,
             unscales=False,
             num_micro_batches=1,

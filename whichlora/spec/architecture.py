@@ -262,6 +262,7 @@ class Attention:
             (LongT5); with `summed_tokens`, sums of as many tokens each, too.
         masks_keys: the model adds a mask to the scores whatever the batch, one row for each
             sequence (Switch Transformers).
+        masks_keys_until: the release of transformers that ended this (BERT); empty: none did.
         other_params: bare parameters: sinks, convolution kernels, decay vectors.
         dropout: probability that a trained model drops an attention weight.
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
@@ -345,6 +346,7 @@ class Attention:
     in_blocks: bool = False
     summed_tokens: int = 0
     masks_keys: bool = False
+    masks_keys_until: str = ""
     other_params: int = 0
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"

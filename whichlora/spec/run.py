@@ -29,6 +29,7 @@ Precision = Literal[
 Optimizer = Literal[
     "adamw_torch",
     "adamw_torch_fused",
+    "adamw_hf",
     "adamw_torch_8bit",
     "adamw_torch_4bit",
     "adamw_8bit",
@@ -116,7 +117,7 @@ OPTIMIZER_NAMES: Mapping[str, Optimizer] = {
     "rmsprop_bnb": "rmsprop_bnb",
     "rmsprop_bnb_32bit": "rmsprop_bnb",
     "rmsprop_bnb_8bit": "rmsprop_bnb_8bit",
-    "adamw_hf": "adamw_torch",  # of transformers before 5: the same, one tensor after the other
+    "adamw_hf": "adamw_hf",  # of transformers before 5, and `adamw_torch` since
 }
 # Those of transformers 5.23 and Axolotl that no formula here describes.
 OTHER_OPTIMIZERS = (
@@ -186,7 +187,13 @@ def named_optimizer(name: str) -> str:
 
 
 def usual_optimizer(versions: Libraries) -> Optimizer:
-    """That of `TrainingArguments` where nobody names one."""
+    """That of `TrainingArguments` where nobody names one.
+
+    Kind: exact. Source: `default_optim` of transformers' training_args.py, read in 4.16 to 5.23:
+    4.32 and 4.54 are the first with another, the latter from torch 2.8 on.
+    """
+    if versions.older("transformers", "4.32"):
+        return "adamw_hf"
     return "adamw_torch_fused" if versions.fuses_optimizer else "adamw_torch"
 
 

@@ -121,6 +121,37 @@ class Libraries:
         return self.older("torch", "2.0")
 
     @property
+    def has_foreach(self) -> bool:
+        """Optimizers, and the clipping of gradients, update lists of tensors unless told otherwise.
+
+        Read: `_default_to_fused_or_foreach` of torch 2.0; 1.12 has `foreach = False` in its place.
+        """
+        return not self.older("torch", "2.0")
+
+    @property
+    def loads_all_kernels(self) -> bool:
+        """A context holds every kernel of the libraries, later those that were called.
+
+        Read: `_lazy_init` of torch 1.13 sets `CUDA_MODULE_LOADING=LAZY`, pytorch/pytorch pull
+        86509; CUDA has it since 11.7, which is what 1.13 is built with.
+        """
+        return self.older("torch", "1.13")
+
+    @property
+    def has_own_adamw(self) -> bool:
+        """transformers has an AdamW that loops over parameters, else torch's is called so. Read."""
+        return self.older("transformers", "5")
+
+    @property
+    def softmax_keeps_input(self) -> bool:
+        """Autograd keeps what a softmax reads beside its result.
+
+        Read: `_softmax_backward_data` takes the input, from torch 1.11 on its dtype alone;
+        `softmax_backward_data` of pytorch_utils.py in transformers 4.31 has both.
+        """
+        return self.older("torch", "1.11")
+
+    @property
     def splits_keys(self) -> bool:
         """SDPA's flash kernel has several blocks read one head's keys, which one block did before.
 

@@ -20,6 +20,7 @@ from whichlora.symbolic.kernels import (
     attention_kernel,
     fused_qkv,
     has_mask_per_head,
+    masks_keys,
     repeats_keys,
     shares_mask,
 )
@@ -695,7 +696,7 @@ def _eager_kernel(
     elif bias is not None:
         scores = code.add(scores, bias)
     unmasked = scores
-    if attention.causal or attention.masks_keys or code.masked:
+    if attention.causal or masks_keys(attention, dtypes) or code.masked:
         mask = tape.weight(_pairs(code, attention, 1), code.stream_bytes)  # one for all heads
         scores = code.add(scores, mask)
     if attention.eager == "sinks":

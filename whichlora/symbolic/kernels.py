@@ -113,6 +113,15 @@ def _groups(attention: Attention, dtypes: Dtypes, *, masked: bool, decoding: boo
     return "none" if packed else "enabled"
 
 
+def masks_keys(attention: Attention, dtypes: Dtypes) -> bool:
+    """Whether eager scores get a mask of one row for each sequence, whatever the batch.
+
+    Kind: exact. Source: `Attention.masks_keys`, `Attention.masks_keys_until`.
+    """
+    until = attention.masks_keys_until
+    return attention.masks_keys or bool(until and dtypes.libraries.older("transformers", until))
+
+
 def is_masked(attention: Attention, dtypes: Dtypes, span: Count) -> Count:
     """1 where SDPA gets a mask tensor, else 0: padding, or a window that the tokens fill.
 

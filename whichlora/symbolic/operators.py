@@ -225,12 +225,19 @@ class OpEmitter:
     def softmax(self, x: Tensor, *, size: int | None = None) -> Tensor:
         """Its backward reads its result, of `size` bytes each where the kernel widens.
 
-        CUDA's `softmax_backward_cuda_out` first makes `grad * output`, a tensor as large.
+        Before torch 1.11 it was given the input, too. CUDA's `softmax_backward_cuda_out` first
+        makes `grad * output`, a tensor as large.
         """
         size = size or x.size
         product = scaled(x.elements, size) if self.dtypes.kernel_buffers else NOTHING
         return self.tape.op(
-            [x], x.elements, size, saves_result=True, inner_backward=product, what="softmax"
+            [x],
+            x.elements,
+            size,
+            saves=[x] if self.dtypes.libraries.softmax_keeps_input else (),
+            saves_result=True,
+            inner_backward=product,
+            what="softmax",
         )
 
     def dropout(self, x: Tensor) -> Tensor:

@@ -112,6 +112,7 @@ class Backend:
         idle_context_bytes: what a process takes outside the allocator once a kernel has run, by
             compute capability and multiprocessors; None where it is not known.
         step_kernels_bytes: what the kernels of a step add to it.
+        uncalled_kernels_bytes: what kernels that nobody calls add, where all are loaded.
         shares_host_memory: processor and GPU have one memory, so that its size is no card's.
         lacks: what libraries do not have there.
         lacks_kernels: why fused kernels of trainers do not run; empty where they may.
@@ -144,6 +145,7 @@ class Backend:
     keeps_mxfp4: bool = False
     idle_context_bytes: Callable[[str | None, int | None], int | None] = unknown_context
     step_kernels_bytes: Callable[[str | None], int] = no_kernels
+    uncalled_kernels_bytes: Callable[[str | None], int] = no_kernels
     shares_host_memory: bool = False
     lacks: tuple[Lack, ...] = ()
     lacks_kernels: str = ""

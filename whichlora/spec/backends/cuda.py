@@ -21,6 +21,11 @@ THREAD_BYTES, FIRST_KERNELS_BYTES = 2082, 60 * _MIB
 # Kernels of cuBLAS and others that a step loads on compute capability 9 and later, beyond those.
 # Kind: estimate: the mean of an H100 and an H200 (torch 2.13, CUDA 13); a T4 and an A100 have none.
 _LATER_KERNELS_BYTES = 170 * _MIB
+# What all kernels of torch and its libraries add to those, where they are loaded at once, before
+# capability 8.0 and since: torch for CUDA 10 has no kernels for the latter.
+# Kind: estimate, one reading each of a V100 (torch 1.10) and of an RTX 3090 (1.8.2); earlier
+# releases have less. Source: `benchmarks/contexts.csv`.
+_UNCALLED_KERNELS_BYTES = (956 * _MIB, 1377 * _MIB)
 
 
 def resident_threads(compute_capability: str) -> int:
@@ -42,6 +47,11 @@ def step_kernels_bytes(compute_capability: str | None) -> int:
     """What the kernels of a training step or a generation add to it."""
     is_later = float(compute_capability or ASSUMED_CAPABILITY) >= 9.0
     return _LATER_KERNELS_BYTES if is_later else 0
+
+
+def uncalled_kernels_bytes(compute_capability: str | None) -> int:
+    """What all kernels add to those that a process calls, before torch 1.13."""
+    return _UNCALLED_KERNELS_BYTES[float(compute_capability or ASSUMED_CAPABILITY) >= 8.0]
 
 
 def workspace_bytes(compute_capability: str | None) -> int:
@@ -94,6 +104,7 @@ BACKEND = Backend(
     workspace_bytes=workspace_bytes,
     idle_context_bytes=idle_context_bytes,
     step_kernels_bytes=step_kernels_bytes,
+    uncalled_kernels_bytes=uncalled_kernels_bytes,
     multiplies_before_softmax=True,  # torch 2.13 `softmax_backward_cuda_out`
     fuses_half_softmax=True,  # torch 2.13 `SoftMax.cpp`: `half_to_float`
     has_bf16_since=FLASH_CAPABILITY,
