@@ -40,6 +40,7 @@ from whichlora.serving.vllm_settings import max_num_batched_tokens, max_num_seqs
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import Quant, RunConfig, Serve
+from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.units import GiB, MiB
@@ -993,7 +994,7 @@ def test_a_long_context_is_profiled_in_chunks_before_0_8() -> None:
 def test_what_a_release_counts_of_its_process_is_not_taken_twice() -> None:
     card = find_gpu("rtx-3090-24gb")
     budget = math.ceil(0.9 * card.memory_bytes)
-    for version, outside in (("0.6.3", 0), ("0.10.2", allocator.context_bytes(card))):
+    for version, outside in (("0.6.3", 0), ("0.10.2", allocator.context_bytes(card, Libraries()))):
         run = replace(RUN, context=4096, libraries=(("vllm", version),))
         eager = replace(run, serving_options=(("enforce_eager", True),))
         answer = predict(load_model(LLAMA), eager, card, load_calibration(card)).serving

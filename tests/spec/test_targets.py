@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from whichlora.errors import ConfigError
 from whichlora.families.experts import with_named_experts
+from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import (
     adapted,
     adapted_linears,
@@ -16,6 +19,7 @@ from whichlora.spec.targets import (
     resolve_targets,
     unmatched_targets,
 )
+from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model, list_models
 
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
@@ -121,7 +125,6 @@ def test_a_pattern_is_of_whole_names(pattern: str, names: tuple[str, ...]) -> No
     ("pattern", "complaint"),
     [
         (r".*\.layers\.[01]\..*q_proj", r"is a part of the layers called 'q_proj'"),
-        (r".*", "asks for an adapter of 'lm_head', which is not predicted"),
         (r"q_proj", "is no linear layer"),  # of a whole name
         (r"(.*)*q_proj", "a pattern that repeats a group"),
         (r".*(q_proj", "is no pattern"),
@@ -214,10 +217,37 @@ def test_one_projection_is_enough_for_unsloth() -> None:
     assert asked_names(spec, ("gate_up_proj",)) == ("gate_proj", "up_proj")
 
 
-def test_the_head_and_the_embedding_are_no_targets_and_the_answer_says_what_is() -> None:
-    for name in ("lm_head", "embed_tokens"):
-        with pytest.raises(ConfigError, match=f"{name}' is not predicted; .* modules_to_save"):
-            resolve_targets(model(), ("q_proj", name))
+def test_the_embedding_is_no_target_and_the_answer_says_what_is() -> None:
+    with pytest.raises(ConfigError, match=r"embed_tokens' is not predicted; .* modules_to_save"):
+        resolve_targets(model(), ("q_proj", "embed_tokens"))
+
+
+def test_the_head_is_a_target_where_its_name_is_given() -> None:
+    assert resolve_targets(model(), ("q_proj", "lm_head")) == ("lm_head", "q_proj")
+    assert "lm_head" in resolve_targets(model(), ("re:.*",))
+    assert "lm_head" not in resolve_targets(model(), ("all-linear",))
+    head = model().head
+    assert head is not None
+    ((adapted_head, count),) = adapted_linears(model(), ("lm_head",))
+    assert (adapted_head.out_features, count) == (head.out_features, 1)
+    assert not adapted_head.is_stored_in("nf4")  # bitsandbytes leaves it
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"method": "hra"}, "method hra; use method lora"),
+        ({"trainer": "sft"}, "loss_head trl-fused; use trainer transformers or loop"),
+        ({"modules_to_save": ("lm_head",)}, "modules_to_save of its name"),
+        ({"phase": "inference", "serve": "as-trained"}, "serve as-trained; use merged"),
+    ],
+)
+def test_an_adapted_head_is_refused_where_nobody_has_looked(
+    settings: dict[str, Any], complaint: str
+) -> None:
+    run = RunConfig(**{"model": model().name, "target_modules": ("q_proj", "lm_head"), **settings})
+    with pytest.raises(ConfigError, match=f"adapter of 'lm_head' is not predicted .*{complaint}"):
+        resolve(model(), run, find_gpu("a100-sxm-80gb"))
 
 
 def test_one_name_can_mean_matrices_of_different_shape() -> None:

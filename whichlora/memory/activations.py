@@ -68,8 +68,7 @@ def kept_masks(
             num_pairs[key] = rows * (attention.memory_len or length + dtypes.prefix_tokens)
             if kernel == "eager":
                 size = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
-                made = 0 if masks_keys(attention, dtypes) else masked  # one row: left out
-                masks[key] = size * (1 if attention.causal else made)
+                masks[key] = size * _eager_mask(attention, dtypes, masked)
             elif dtypes.uses_sdpa:
                 masks[key] = masked
                 if attention.adds_mask:
@@ -93,6 +92,11 @@ def kept_masks(
         made.append(sequence_bias_bytes(model, dtypes, **sizes))
         made.append(block_bias_bytes(model, dtypes, **sizes, side=side, unbiased=unbiased))
     return tuple(made)
+
+
+def _eager_mask(attention: Attention, dtypes: Dtypes, masked: Count) -> Count:
+    """1 where eager scores get a mask of all pairs; one row for each sequence is left out."""
+    return 1 if attention.causal else masked * (not masks_keys(attention, dtypes))
 
 
 def making_mask_bytes(layer: Layer, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:

@@ -16,6 +16,9 @@ from whichlora.spec.numeric import Count
 # dtype and place; torch.save writes a record of a zip file for each storage.
 _TENSOR_HEADER_BYTES = 128
 _RECORD_HEADER_BYTES = 275
+# An adapter of it brings the frozen weight itself into the file: `EMBEDDING_LAYER_NAMES` of peft
+# 0.21.2, `save_embedding_layers` "auto" of `get_peft_model_state_dict`.
+_SAVED_WITH_ADAPTER = frozenset({"lm_head"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ def checkpoint_bytes(
     method: Method,
     tensors: Sequence[Trained],
     *,
+    targets: tuple[str, ...] = (),
     optimizer_name: str,
 ) -> CheckpointBytes:
     """What `Trainer._save_checkpoint` writes; schedule, random states and settings left out.
@@ -53,9 +57,12 @@ def checkpoint_bytes(
 
     Args:
         tensors: everything that gets a gradient.
+        targets: names of what is adapted.
     """
     stored = gradient_bytes(tensor for tensor in tensors if tensor.is_stored)
     stored = stored + frozen_outer_bytes(model, method, dtypes)
+    if model.head is not None and model.head.name in _SAVED_WITH_ADAPTER.intersection(targets):
+        stored = stored + model.head.num_weights * dtypes.head_bytes
     if method.trains_base:
         # `state_dict` leaves out buffers with `persistent=False`, such as `inv_freq` of a rotary
         # table

@@ -30,6 +30,7 @@ def outside_saved(
     after_layers: bool,
     in_encoder: bool = False,
     joins_rows: bool = False,
+    has_points: bool = False,
 ) -> list[Tensor]:
     """Tensors saved between the embedding and the first layer, and from the last layer on.
 
@@ -37,18 +38,16 @@ def outside_saved(
         after_layers: true until the backward reaches the last layer.
         in_encoder: the backward is in the first of two stacks; the decoder's tensors are freed.
         joins_rows: other rows are put before the looked-up ones.
+        has_points: `label_points` has the last norms, the head and its loss.
         embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
 
     Kind: exact; the output of a tower, or of an encoder with a length of its own, is left out.
     """
     hidden = model.hidden_size
     saved: list[Tensor] = []
-    norms, dropped = model.final_norms, model.final_dropouts
-    if model.streams is not None:  # `merging_points` has them
-        norms = ()
-    has_points = model.label_head is not None or model.pooling is not None
-    if has_points:  # `label_points` has them
-        norms, dropped = (), ()
+    # `merging_points` or `label_points` have them
+    norms = () if has_points or model.streams is not None else model.final_norms
+    dropped = () if has_points else model.final_dropouts
     if not after_layers:  # an encoder's end stands before the decoder
         norms, dropped = norms[: len(norms) // 2], dropped[: len(dropped) // 2]
     first_norms, first_dropped = model.embedding_norms, model.embedding_dropouts

@@ -53,7 +53,9 @@ def evaluation_moments(checkpointed: TrainingStep) -> dict[str, tuple[Entry, ...
     alive = {}
     for moment, fact in _OF_A_MOMENT.items():
         entries = [x for x in counted[moment] if x.fact in _LASTING or x.fact is fact]
-        alive[moment] = (*entries, *copies, *([last] if moment == "loss_forward" else []))
+        alive[moment] = (*entries, *copies)
+    adapted = Entry(loss.ADAPTED_FORWARD, checkpointed.evaluated_head_bytes)
+    alive["loss_forward"] = (*alive["loss_forward"], last, adapted)
     return alive
 
 

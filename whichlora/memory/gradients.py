@@ -12,7 +12,7 @@ from whichlora.spec.architecture import Layer, Linear, ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes, runs_adapter
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
-from whichlora.spec.targets import adapted, adapted_linears, tower_linears
+from whichlora.spec.targets import adapted, adapted_linears, linears_around, tower_linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def trained_params(
         for linear in adapted(group.layer, targets):
             of_layer = of_layer + method.adapter_params(linear, r)
         total = total + of_layer * (1 if group.shared else group.count)
-    for linear in (*model.outer_linears, *tower_linears(model)):
+    for linear in linears_around(model):
         if linear.rank_multiple and linear.name in targets:
             total = total + method.adapter_params(linear, r)
     return total

@@ -385,6 +385,22 @@ EMBEDDINGS_BACKWARD = Fact(
     why="the loss, the pooling and the last norm go backward",
     source="torch gather, sum and mul backward; symbolic.pooling",
 )
+ADAPTED_FORWARD = Fact(
+    part="logits_and_loss",
+    what="logits, what the head's adapter adds to them, fp32 copy, log-softmax",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="compute_bytes, adapter_bytes and fp32",
+    why="the worst point between the last layer and the end of the loss",
+    source="peft lora.Linear.forward; transformers ForCausalLMLoss",
+)
+ADAPTED_BACKWARD = Fact(
+    part="logits_and_loss",
+    what="gradients of the loss, of the logits and of the head's adapter",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="compute_bytes, adapter_bytes and fp32",
+    why="the loss, the head with its adapter and the last norm go backward",
+    source="torch log_softmax_backward; peft lora.Linear.forward",
+)
 LOSS_BACKWARD = Fact(
     part="logits_and_loss",
     what="log-softmax and its gradients",

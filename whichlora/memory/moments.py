@@ -187,6 +187,7 @@ def reference_forward(step: TrainingStep) -> Entries:
 
 def _head_copy(step: TrainingStep) -> Entry:
     copied = loss.head_copy_bytes(step.model, step.dtypes, loss_head=step.run.loss_head)
+    copied = copied * (not step.adapts_head)  # `label_points` has it
     return Entry(loss.HEAD_COPY, copied + 0 * step.tokens + step.head_copy_bytes)
 
 

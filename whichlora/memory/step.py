@@ -39,7 +39,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, floor_div, largest
 from whichlora.spec.run import RunConfig
-from whichlora.spec.targets import adapted, adapted_linears, tower_linears
+from whichlora.spec.targets import adapted, adapted_linears, adapts_head, tower_linears
 from whichlora.symbolic.altup import StreamPoints, expanding_points, merging_points
 from whichlora.symbolic.autograd import LAYER_INPUT
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
@@ -576,6 +576,7 @@ class TrainingStep:
                 after_layers=after_layers,
                 in_encoder=in_encoder and bool(self.second_stack),
                 joins_rows=bool(self.method.virtual_tokens) and bool(self.leaf_embedding_bytes),
+                has_points=self.label_points is not None,
             ),
             self._padding_around(in_encoder=in_encoder),
             *(head if after_layers else ()),
@@ -609,9 +610,12 @@ class TrainingStep:
 
     @cached_property
     def label_points(self) -> LabelPoints | None:
-        """The head for labels, or what makes an embedding, and its loss; None of other models."""
+        """The head for labels, what makes an embedding, or an adapted head, and its loss.
+
+        None of other models.
+        """
         model, dtypes = self.model, self.dtypes
-        if model.label_head is None and model.pooling is None:
+        if model.label_head is None and model.pooling is None and not self.adapts_head:
             return None
         layers = [layer for layer, _ in model.layers()]
         return label_points(
@@ -621,9 +625,22 @@ class TrainingStep:
             self.targets,
             stream=stream_bytes(layers[-1], dtypes, after_norm=model.starts_in_layer_norm),
             loss_bytes=loss.loss_element_bytes(model, dtypes),
+            loss_head=self.run.loss_head,
             trains_head=bool(self.head_gradient),
             widens_outputs=self.trainer.widens_outputs,
         )
+
+    @property
+    def adapts_head(self) -> bool:
+        """Whether what makes logits of the vocabulary has an adapter."""
+        return adapts_head(self.model, self.targets)
+
+    @property
+    def evaluated_head_bytes(self) -> Count:
+        """What an adapted head and the loss make without a graph; 0 of other heads."""
+        if not self.adapts_head or self.label_points is None:
+            return 0 * self.tokens
+        return self._in_labels(self.label_points.evaluated)
 
     def _in_labels(self, points: tuple[LinearForm, ...]) -> Count:
         return largest(most(points, r=self.r, **self.sized), 0 * self.tokens)
@@ -728,6 +745,8 @@ class TrainingStep:
         if self.label_points is not None:
             if self.model.pooling is not None:
                 return loss.EMBEDDINGS_FORWARD, loss.EMBEDDINGS_BACKWARD
+            if self.adapts_head:
+                return loss.ADAPTED_FORWARD, loss.ADAPTED_BACKWARD
             return loss.LABELS_FORWARD, loss.LABELS_BACKWARD
         return loss.LOSS_FORWARD, loss.LOSS_BACKWARD
 
@@ -891,7 +910,9 @@ class TrainingStep:
         gradient = self.head_gradient + 0 * self.num_trained
         if self.accumulates:
             gradient = gradient * self.tied_gradients_wait
-        return gradient + self.merging_gradients + self.gradients_of_term
+        of_head = self._gradients_of(() if self.model.head is None else (self.model.head,))
+        of_head = of_head * (not self.method.trains_base)  # else `head_gradient` is it
+        return gradient + of_head + self.merging_gradients + self.gradients_of_term
 
     def _gradients_of(self, linears: Iterable[Linear]) -> Count:
         """Those of matrices around the layers, or of their adapters."""

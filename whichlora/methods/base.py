@@ -278,6 +278,7 @@ class Method:
         copies_table: the token table, and a head that is tied to it, are read as copies with other
             rows, whose gradients have all rows.
         outer_tensors: what it trains outside of the layers.
+        adapts_head: its operators are those of any `nn.Linear` where that is what makes logits.
         find_targets: names in a model that the method trains in place of linear layers, told
             `target_modules`: norms by their names, or none.
         names_targets: it groups matrices by the names in `target_modules`, so that it is told
@@ -344,6 +345,7 @@ class Method:
     prefix_tokens: int = 0
     checkpoints: bool = True
     copies_table: bool = False
+    adapts_head: bool = False
     outer_tensors: Callable[[ModelSpec], tuple[OuterTensor, ...]] = _nothing_outside
     find_targets: Callable[[ModelSpec, tuple[str, ...]], tuple[str, ...]] | None = None
     names_targets: bool = False

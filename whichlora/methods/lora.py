@@ -405,6 +405,7 @@ METHOD = Method(
     peft_config=peft_config,
     read_peft=read_peft,
     parameter_prefix="lora_",
+    adapts_head=True,
     adapter_shapes=low_rank_shapes,
     forward=forward,
     folded=folded,

@@ -126,6 +126,7 @@ def bytes_of_checkpoint(job: ResolvedRun) -> CheckpointBytes:
         job.dtypes,
         job.method,
         training_step(job).tensors,
+        targets=job.targets,
         optimizer_name=job.run.optimizer,
     )
 

@@ -17,7 +17,7 @@ from whichlora.predict.images import with_images, with_lengths
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served, Start
 from whichlora.serving.scheduler import MOST_CLIENTS
-from whichlora.spec.architecture import ModelSpec, with_source_len
+from whichlora.spec.architecture import ModelSpec, parts_of, with_source_len
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
 from whichlora.spec.checkpoint import (
     LOADED_AS_STORED,
@@ -53,6 +53,7 @@ from whichlora.spec.run import (
 from whichlora.spec.targets import (
     PATTERN,
     adapted_linears,
+    adapts_head,
     asked_names,
     check_saved_modules,
     resolve_targets,
@@ -330,6 +331,44 @@ def _check_adapted(
         reason = method.refuses(linear, run.quant or "none")
         if reason:
             raise ConfigError(f"method: {method.name} of {linear.name}: {reason}")
+    if adapts_head(model, targets):
+        _check_adapted_head(model, run, method)
+
+
+_LOSSES_OF_LOGITS = ("hf", "raw")  # the others read the head's weight
+_WHOLE_STEPS = {"ddp", "zero1", "zero2"}  # each rank has all layers, and a head with its adapter
+
+
+def _check_adapted_head(model: ModelSpec, run: RunConfig, method: Method) -> None:
+    """Refuse an adapter of what makes logits, where nobody has looked at what it keeps.
+
+    Raises:
+        ConfigError: it is one of these.
+    """
+    assert model.head is not None
+    trainer = get_trainer(run.trainer)
+    reasons = (
+        (not method.adapts_head, f"method {method.name}; use method lora"),
+        (model.head.name in run.modules_to_save, "modules_to_save of its name; use one"),
+        (run.phase == "inference", "serve as-trained; use merged"),
+        (
+            run.phase == "finetune"
+            and (run.loss_head not in _LOSSES_OF_LOGITS or trainer.logits_loss(run) is not None),
+            f"the loss of trainer {run.trainer}, loss_head {run.loss_head}; use trainer "
+            "transformers or loop, and loss_head hf or raw",
+        ),
+        (len(parts_of(model)) > 1, "a model with an encoder"),
+        (model.tower is not None, "a model that reads images"),
+        (
+            not set(run.parallel.names) <= _WHOLE_STEPS and run.parallel.gpus > 1,
+            "what divides the model; use one GPU, ddp, zero1 or zero2",
+        ),
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            raise ConfigError(
+                f"target_modules: an adapter of {model.head.name!r} is not predicted with {reason}"
+            )
 
 
 def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> RunConfig:

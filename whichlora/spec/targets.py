@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 from whichlora.errors import ConfigError
@@ -38,12 +39,31 @@ def tower_linears(model: ModelSpec) -> tuple[Linear, ...]:
     return () if model.tower is None else model.tower.linears
 
 
+def _language_head(model: ModelSpec) -> tuple[Linear, ...]:
+    """The matrix that makes logits of the vocabulary; none where a model has another head.
+
+    bitsandbytes leaves it as it is: transformers 5.23 `get_keys_to_not_convert`.
+    """
+    return () if model.head is None else (replace(model.head, quantisable=False),)
+
+
+def linears_around(model: ModelSpec) -> tuple[Linear, ...]:
+    """The matrices outside of the layers that can take an adapter."""
+    return (*model.outer_linears, *_language_head(model), *tower_linears(model))
+
+
+def adapts_head(model: ModelSpec, targets: tuple[str, ...]) -> bool:
+    """Whether what makes logits of the vocabulary gets an adapter."""
+    return any(head.name in targets for head in _language_head(model))
+
+
 def resolve_targets(
     model: ModelSpec, target_modules: tuple[str, ...], *, modules_only: bool = False
 ) -> tuple[str, ...]:
     """Leaf names that `target_modules` means for `model`, sorted.
 
-    "all-linear" is every matrix that PEFT adapts, the output head left out; "attention" is the
+    "all-linear" is every matrix that PEFT adapts, the output head left out, which is adapted where
+    its name is given; "attention" is the
     projections of the attention blocks; "default" is what PEFT adapts where nobody names any.
     Names that no layer has are passed over beside others, as PEFT does (`unmatched_targets`). A
     pattern of whole names begins with "re:".
@@ -64,7 +84,7 @@ def resolve_targets(
         if target == DEFAULT_TARGETS:
             names |= set(_defaults_of(model))
         elif target == ALL_LINEAR:
-            names |= candidates.keys()
+            names |= candidates.keys() - {each.name for each in _language_head(model)}
         elif target == ATTENTION:
             names |= _of_attention(model)
         elif target.startswith(PATTERN):
@@ -72,7 +92,7 @@ def resolve_targets(
         elif found := _named(model, target, candidates):
             _check_parts(target, found, target_modules)
             names.add(found.name)
-        elif target in _outside(model) or _is_elsewhere(model, target, candidates):
+        elif target == model.embeddings[0].name or _is_elsewhere(model, target, candidates):
             raise ConfigError(
                 f"target_modules: an adapter of {target!r} is not predicted; leave it out, or "
                 "train it as a whole with modules_to_save"
@@ -124,9 +144,7 @@ def asked_names(model: ModelSpec, targets: tuple[str, ...]) -> tuple[str, ...]:
 def _candidates(model: ModelSpec, *, modules_only: bool) -> dict[str, Linear]:
     """Matrices that can get an adapter, one of each name."""
     adaptable = [
-        linear
-        for linear in (*all_linears(model), *model.outer_linears, *tower_linears(model))
-        if linear.rank_multiple
+        linear for linear in (*all_linears(model), *linears_around(model)) if linear.rank_multiple
     ]
     bare = {linear.name for linear in adaptable if modules_only and not linear.is_module}
     return {linear.name: linear for linear in adaptable if linear.name not in bare}
@@ -363,7 +381,7 @@ def adapted_linears(model: ModelSpec, targets: tuple[str, ...]) -> tuple[tuple[L
     ]
     around = [
         (linear, 1)
-        for linear in (*model.outer_linears, *tower_linears(model))
+        for linear in linears_around(model)
         if linear.rank_multiple and linear.name in targets
     ]
     return (*in_layers, *around)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, ceil_div, next_power_of_2, smallest
 from whichlora.symbolic.altup import merge_streams
@@ -89,15 +89,12 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     tape.hold(x)
     if model.scales_head_input:
         y = code.scale(y)
-    narrow = code.autocast(code.cast(y, dtypes.head_bytes) if model.returns_wide_logits else y)
-    elements = constant(model.head.in_features * model.head.out_features)
-    weight = tape.weight(elements, dtypes.head_bytes, trained=trained)
-    used = code.autocast(weight)
-    saves = [used, narrow] if trained else [used]
-    # torch 2.13 `MmBackward0` makes the gradient of its second matrix first
-    logits = tape.op(
-        [used, narrow], per_token(model.head.out_features), narrow.size, saves=saves, reshapes=True
-    )
+    if model.returns_wide_logits:
+        y = code.cast(y, dtypes.head_bytes)
+    if code.adapts(model.head):
+        logits = _adapted_head(code, model.head, y)
+    else:
+        logits = _head(code, model.head, y, trained=trained)
     tape.hold_to_end(y)
     if model.logit_softcap:
         capped = tape.op([code.scale(logits)], logits.elements, logits.size, saves_result=True)
@@ -107,6 +104,29 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     if model.returns_wide_logits:
         return code.cast(logits, 4)
     return code.scale(logits) if model.scales_logits else logits
+
+
+def _head(code: OpEmitter, head: Linear, x: Tensor, *, trained: bool) -> Tensor:
+    tape, dtypes = code.tape, code.dtypes
+    narrow = code.autocast(x)
+    elements = constant(head.in_features * head.out_features)
+    weight = tape.weight(elements, dtypes.head_bytes, trained=trained)
+    used = code.autocast(weight)
+    saves = [used, narrow] if trained else [used]
+    # torch 2.13 `MmBackward0` makes the gradient of its second matrix first
+    return tape.op(
+        [used, narrow], per_token(head.out_features), narrow.size, saves=saves, reshapes=True
+    )
+
+
+def _adapted_head(code: OpEmitter, head: Linear, x: Tensor) -> Tensor:
+    """The product with a head that has an adapter, in the dtype of the frozen head.
+
+    Source: peft 0.21.2 `LoraModel._create_and_replace`, which replaces a head like any `nn.Linear`.
+    """
+    dtypes = replace(code.dtypes, base_bytes=code.dtypes.head_bytes)
+    of_head = replace(code, dtypes=dtypes)
+    return of_head.method.forward(of_head, replace(head, quantisable=False), x)
 
 
 def logits_events(
@@ -423,18 +443,20 @@ def head_traffic(
 
 @dataclass(frozen=True, slots=True)
 class LabelPoints:
-    """Bytes at the points of a head for labels and of its loss, beside what they save.
+    """Bytes at the points of a head and of its loss, beside what they save.
 
     Args:
         saved_tensors: from the last norm on, until the backward reaches the last layer.
         forward, backward: alive in either, `saved_tensors` left out.
         states: the last hidden states, which the caller names until the loss is there.
+        evaluated: alive in a forward without a graph.
     """
 
     saved_tensors: tuple[SavedTensor, ...]
     forward: tuple[LinearForm, ...]
     backward: tuple[LinearForm, ...]
     states: LinearForm = NOTHING
+    evaluated: tuple[LinearForm, ...] = ()
 
 
 @lru_cache(maxsize=512)
@@ -446,10 +468,13 @@ def label_points(
     *,
     stream: int,
     loss_bytes: int,
+    loss_head: str,
     trains_head: bool,
     widens_outputs: bool,
 ) -> LabelPoints:
-    """From the last layer's result to the loss of labels, and back. Kind: exact, as the tape is.
+    """From the last layer's result to the loss, and back. Kind: exact, as the tape is.
+
+    Of labels, of embeddings, and of a vocabulary whose head has an adapter.
 
     Args: as of `head_events`.
 
@@ -462,6 +487,9 @@ def label_points(
     if model.pooling is not None:
         loss, states = _embedded(code, model, x, widens_outputs=widens_outputs)
         tape.returns(loss)
+    elif loss_head == "raw":
+        logits = logits_of(code, model, x, trained=trains_head)
+        tape.returns(tape.op([_read_by_caller(code, logits, widens_outputs)], constant(1), 4))
     else:
         logits = logits_of(code, model, x, trained=trains_head)
         tape.returns(cross_entropy(code, logits, width=loss_bytes))
@@ -475,6 +503,7 @@ def label_points(
         beside(tape.forward(saving=True)),
         beside(tape.backward(recomputed=False)),
         states,
+        tuple(maximal(tape.forward(saving=False))),
     )
 
 
