@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from published.cells import MEMORY, Found, LeftOut, Line, Observation, Quantity
+from published.fine_tuning import fine_tuning
 from published.models import model_of
 from published.sources import (
     bitsandbytes,
@@ -46,6 +47,9 @@ SOURCES: dict[str, Callable[[Line], Iterator[Found]]] = {
     "fsdp_qlora": fsdp_qlora,
     "github_issues": not_ours("targets and quantisation not stated, or a loss kernel alone"),
     "glm4": glm4,
+    "lambda_benchmark": fine_tuning,
+    "litgpt_config_hub": fine_tuning,
+    "litgpt_resource_tables": fine_tuning,
     "misc_docs": not_ours("compiled static-cache decode, lengths not stated"),
     "ms_swift_benchmark": not_ours("lengths mixed up to a limit: neither mean nor order is stated"),
     "neusight_labels": neusight,
@@ -57,6 +61,8 @@ SOURCES: dict[str, Callable[[Line], Iterator[Found]]] = {
     "qwen2_speed": qwen_speed,
     "qwen_readme_finetune": qwen1_finetune,
     "torchtune_docs": torchtune,
+    "transformers_docs": fine_tuning,
+    "trl_notebooks": fine_tuning,
     "unsloth_notebooks": unsloth_notebooks,
 }
 

@@ -31,6 +31,16 @@ FSDP_QLORA_1B = {
     "vocab_size": 32000,
     "torch_dtype": "bfloat16",
 }
+STABLELM_ALPHA_3B = {  # stabilityai/stablelm-base-alpha-3b config.json
+    "model_type": "gpt_neox",
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "vocab_size": 50688,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float16",
+}
 _QWEN1 = {  # hidden, layers, heads, half of the remote code's intermediate_size, vocabulary
     "1_8B": (2048, 24, 16, 5504, 151936),
     "7B": (4096, 32, 32, 11008, 151936),
@@ -109,6 +119,8 @@ def model_of(label: str) -> ModelSpec | None:
     """The architecture that a source calls `label`; None where neither file nor facts have it."""
     if label == "ibm/PowerLM-3b":
         return families.build(POWERLM_3B, name=label)
+    if label == "stabilityai/stablelm-base-alpha-3b":
+        return families.build(STABLELM_ALPHA_3B, name=label)
     if label.startswith("random Llama 1B"):
         return families.build(FSDP_QLORA_1B, name="random-llama-1b")
     if label in _REWRITTEN:

@@ -335,7 +335,6 @@ def _check_adapted(
         _check_adapted_head(model, run, method)
 
 
-_LOSSES_OF_LOGITS = ("hf", "raw")  # the others read the head's weight
 _WHOLE_STEPS = {"ddp", "zero1", "zero2"}  # each rank has all layers, and a head with its adapter
 
 
@@ -353,7 +352,8 @@ def _check_adapted_head(model: ModelSpec, run: RunConfig, method: Method) -> Non
         (run.phase == "inference", "serve as-trained; use merged"),
         (
             run.phase == "finetune"
-            and (run.loss_head not in _LOSSES_OF_LOGITS or trainer.logits_loss(run) is not None),
+            # kernels of its own read more than the logits
+            and (LOSS_HEADS[run.loss_head].passes or trainer.logits_loss(run) is not None),
             f"the loss of trainer {run.trainer}, loss_head {run.loss_head}; use trainer "
             "transformers or loop, and loss_head hf or raw",
         ),

@@ -1,0 +1,54 @@
+"""Fine-tuning runs whose settings are whole: one table of columns, which five files share.
+
+What a cell leaves empty is what `RunConfig` has; `notes` has the page's own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from published.cells import Found, Line, MemoryQuantity, Row, libraries_of, whole
+from published.models import model_of
+from whichlora import families
+from whichlora.spec.run import RunConfig
+
+_PLAIN = ("method", "precision", "optimizer", "attn", "trainer", "loss_head", "quant", "task")
+# Answers of a task that a page asks for: BERT-large decides between two.
+_LABELS = {"sequence-classification": (("num_labels", 2),)}
+
+
+def fine_tuning(line: Line) -> Iterator[Found]:
+    row = line.row
+    if "activation_offloading" in row["notes"]:
+        yield line.left_out("run", "activations offloaded to the host are not modelled")
+        return
+    spec = model_of(row["model_id"])
+    assert spec is not None, row["model_id"]
+    if row["source"].startswith("litgpt") and spec.config.get("hidden_act") == "gelu_new":
+        # litgpt's `GptNeoxMLP` calls torch's function, transformers writes the formula out
+        spec = families.build({**spec.config, "hidden_act": "gelu_pytorch_tanh"}, name=spec.name)
+    run = RunConfig(model=spec.name, **_settings(row))
+    if row["counter"]:
+        (quantity,) = (each for each in get_args(MemoryQuantity) if each == row["counter"])
+        yield from line.memory(spec, run, row["gpu"], quantity)
+    if row["step_s"]:
+        yield line.observed(spec, run, row["gpu"], "step_s", float(row["step_s"]))
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    settings: dict[str, Any] = {name: row[name] for name in _PLAIN if row[name]}
+    if row["r"]:
+        settings |= {"r": whole(row["r"]), "target_modules": tuple(row["targets"].split("+"))}
+    if row["dropout"]:
+        settings["lora_dropout"] = float(row["dropout"])
+    if row["source"].startswith("litgpt") and row["quant"]:
+        settings["prepare_kbit"] = False  # what a preparation casts stays in bf16
+    return settings | {
+        "task_options": _LABELS.get(row["task"], ()),
+        "gradient_checkpointing": row["gradient_checkpointing"] != "False",
+        "batch_size": whole(row["batch_size"]),
+        "gradient_accumulation_steps": whole(row["grad_accum"]),
+        "seq_len": whole(row["seq_len"]),
+        "libraries": libraries_of(row["versions"]),
+    }
