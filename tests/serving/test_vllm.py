@@ -994,7 +994,8 @@ def test_a_long_context_is_profiled_in_chunks_before_0_8() -> None:
 def test_what_a_release_counts_of_its_process_is_not_taken_twice() -> None:
     card = find_gpu("rtx-3090-24gb")
     budget = math.ceil(0.9 * card.memory_bytes)
-    for version, outside in (("0.6.3", 0), ("0.10.2", allocator.context_bytes(card, Libraries()))):
+    context = allocator.context_bytes(card, Libraries())
+    for version, outside in (("0.3.0", 0), ("0.6.3", context), ("0.6.4", 0), ("0.10.2", context)):
         run = replace(RUN, context=4096, libraries=(("vllm", version),))
         eager = replace(run, serving_options=(("enforce_eager", True),))
         answer = predict(load_model(LLAMA), eager, card, load_calibration(card)).serving

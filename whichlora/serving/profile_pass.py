@@ -9,7 +9,7 @@ from __future__ import annotations
 from whichlora.memory.entries import Entry, Fact
 from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec
 
-# Bytes per logit while the sampler runs. 16-bit logits and their fp32 copy, then
+# Bytes per logit while the sampler runs. 16-bit logits and their fp32 copy (since vLLM 0.5.5), then
 # - a sort by torch: sorted values and 8-byte indices, and what `segmented_sort_pairs` allocates:
 #   reversed indices and the other half of a radix sort's double buffers;
 # - or a kernel of Triton or FlashInfer: masked logits (or probabilities), and probabilities (or
@@ -17,6 +17,7 @@ from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec
 # The newer runner's profile asked for neither top-k nor top-p before 0.33: its noise is drawn in
 # blocks, beside logits in fp32, or in 16 bit where no request changes them.
 SORTED_LOGIT_BYTES = 2 + 4 + (4 + 8) + 8 + (4 + 8)
+NARROW_SORTED_LOGIT_BYTES = 2 + (2 + 8) + 8 + (2 + 8)  # without an fp32 copy
 MASKED_LOGIT_BYTES = 2 + 4 + 4 + 4
 WIDENED_LOGIT_BYTES = 2 + 4
 PLAIN_LOGIT_BYTES = 2

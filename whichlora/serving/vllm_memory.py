@@ -16,6 +16,7 @@ from whichlora.serving.drafts import UNTIMED, joint_entry, with_draft_layers
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
+    NARROW_SORTED_LOGIT_BYTES,
     PLAIN_LOGIT_BYTES,
     SORTED_LOGIT_BYTES,
     WIDENED_LOGIT_BYTES,
@@ -59,6 +60,7 @@ from whichlora.serving.vllm_entries import (
     WORKSPACE,
 )
 from whichlora.serving.vllm_latents import ABSORBED, absorbed_bytes, as_cached
+from whichlora.serving.vllm_reserved import UNUSED_PASS, reserved_bytes
 from whichlora.serving.vllm_settings import (
     CAPTURED,
     COPIES,
@@ -346,13 +348,16 @@ def _has_table_slots(served: Served) -> bool:
 def _counts_context(served: Served) -> bool:
     """Whether all that is in use on the GPU counts, and not what came since the process began.
 
-    It did before 0.6.5, and again in the first releases of the V1 engine, which needs compute
-    capability 8.0. Source: vLLM 0.8.5 v1/worker/gpu_worker.py:200-207; `memory_profiling` of 0.6.5.
+    It did before 0.3.1, in 0.6.4, and again in the first releases of the V1 engine, which needs
+    compute capability 8.0. Between, what was free once CUDA had begun is the start.
+    Source: vLLM 0.3.0 worker/worker.py:122, 0.3.1 :89 `init_gpu_memory`, 0.6.3 :228, 0.6.4
+    `total_allocated_bytes`, `memory_profiling` of 0.6.5; 0.8.5 v1/worker/gpu_worker.py:200-207.
     """
     libraries = served.libraries
     first_of_v1 = not libraries.older("vllm", "0.8") and libraries.older("vllm", "0.9.2")
-    is_older = libraries.older("vllm", "0.6.5") and not _counts_tensors(served)
-    return is_older or (first_of_v1 and capability(served) >= 8.0)
+    is_first = libraries.older("vllm", "0.3.1") and not _counts_tensors(served)
+    is_between = not libraries.older("vllm", "0.6.4") and libraries.older("vllm", "0.6.5")
+    return is_first or is_between or (first_of_v1 and capability(served) >= 8.0)
 
 
 def _counts_tensors(served: Served) -> bool:
@@ -463,6 +468,7 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
             element_bytes=element_bytes,
         )
     )
+    unused = _unused_of_pass(served, rank, max(layer.num_bytes, _bytes_of([*sampler])))
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
     kept = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
@@ -479,7 +485,35 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     held, running, always = tower_entries(served)
     larger = max(forward, [*sampler], *trial_entries(served, rank), key=_bytes_of)
     larger = max([*larger, *held], running, key=_bytes_of)
-    return [*larger, *always, *kept, workspace, *held_table(served, rank)]
+    return [*larger, *unused, *always, *kept, workspace, *held_table(served, rank)]
+
+
+def _unused_of_pass(served: Served, rank: ModelSpec, alive_bytes: int) -> list[Entry]:
+    """What segments of the pass have beyond `alive_bytes`, from 0.3.1 to 0.6.3.
+
+    Kind, source: as of `reserved_bytes`.
+    """
+    libraries = served.libraries
+    if libraries.older("vllm", "0.3.1") or not libraries.older("vllm", "0.6.4"):
+        return []
+    tokens, width = max_num_batched_tokens(served), served.dtypes.compute_bytes
+    reserved = reserved_bytes(
+        rank,
+        vocab_size=served.model.vocab_size,
+        tokens=tokens,
+        sequences=min(max_num_seqs(served), tokens),
+        element_bytes=width,
+        sorted_bytes=width if _sorts_narrow(served) else 4,
+    )
+    return [Entry(UNUSED_PASS, reserved - alive_bytes)] if reserved > alive_bytes else []
+
+
+def _sorts_narrow(served: Served) -> bool:
+    """Whether logits are sorted as they were computed: before 0.5.5, which widens them first.
+
+    Source: vLLM 0.5.4 and 0.5.5 model_executor/layers/sampler.py.
+    """
+    return served.libraries.older("vllm", "0.5.5")
 
 
 def _bytes_of(entries: list[Entry]) -> int:
@@ -510,6 +544,8 @@ def _logit_bytes(served: Served) -> int:
     libraries = served.libraries
     if has_newer_runner(served):
         return libraries.value_of("vllm", NEWER_LOGIT_BYTES)
+    if _sorts_narrow(served):
+        return NARROW_SORTED_LOGIT_BYTES
     # FlashInfer's sampler masks, too, where it is installed
     sorts = libraries.older("vllm", "0.17") and libraries.older("flashinfer", "0.0.1")
     return SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES
