@@ -6,6 +6,8 @@ import pytest
 
 from whichlora.api import estimate
 from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.workflow import estimates
 
 MODEL, GPU = "Qwen/Qwen1.5-14B", "a100-sxm-40gb"
 
@@ -38,6 +40,21 @@ def test_a_start_is_undecided_where_the_pool_may_be_on_either_side(
         assert serving.reason.endswith("MiB")
     elif serving.is_close:
         assert any(note.endswith("it may not start") for note in answer.notes)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_longest_context_is_one_that_surely_starts(engine: str) -> None:
+    run = RunConfig(model=MODEL, phase="inference", serving=engine)
+    (answer,) = estimates.estimate([run], [GPU], maximise="context")
+    serving = answer.serving
+    assert serving is not None
+    assert answer.verdict == "fits"
+    assert not serving.is_close
+    assert serving.context < serving.max_context
+    assert f"context {serving.context} is the longest of which a sequence surely" in answer.notes[0]
+    assert answer.notes[0].endswith(f"; up to {serving.max_context} may")
+    if engine == "vllm":
+        assert started(serving.context + 16).verdict == "undecided"
 
 
 def test_a_start_far_beyond_the_pool_is_refused() -> None:

@@ -368,8 +368,11 @@ def maximised(settings: dict[str, Any]) -> Size | None:
     if not maximised_sizes:
         return None
     if len(maximised_sizes) > 1:
-        flags = " and ".join(map(_size_flag, maximised_sizes))
-        raise ConfigError(f"{flags}: only one of both can be max")
+        size, length = map(_size_flag, maximised_sizes)
+        raise ConfigError(
+            f"{size} and {length}: only one of both can be max, since more of one leaves less for "
+            f"the other; give some lengths, such as {size} max {length} 4096,16384,65536"
+        )
     if maximised_sizes[0] == "batch_size" and settings["global_batch_size"] != [None]:
         (size, *_) = settings["global_batch_size"]
         raise ConfigError(

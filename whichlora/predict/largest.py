@@ -17,7 +17,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import last_between
 from whichlora.spec.parallel import AUTO
-from whichlora.spec.results import Prediction
+from whichlora.spec.results import Prediction, ServingPrediction
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.units import format_bytes
 
@@ -180,7 +180,7 @@ def largest_served(
         if not most:
             return most, nothing
         if is_length:
-            return most, f"context {most} is the longest of which a sequence fits the pool"
+            return _longest_served(serving, start_of(run), positions)
         return most, f"{most} sequences of {serving.context} tokens run at once, more wait"
 
     keeps = least.is_whole or not is_length
@@ -206,6 +206,25 @@ def largest_served(
     if held and keeps:
         return most, f"{what} is the {kind}{having}; beyond it more of the model lies on the host"
     return most, f"{what} is the {kind} that starts{having}"
+
+
+def _longest_served(
+    serving: ServingPrediction, start: Start, positions: int | None
+) -> tuple[int, str]:
+    """The longest context of which a sequence fits even the least pool that is predicted.
+
+    Where none does, the longest that fits the pool: whether it starts is left open.
+    """
+    possible, least_bytes = serving.max_context, serving.interval_kv_pool_bytes[0]
+    most = start.max_context(
+        start.longest_context or positions, serving.kv_pool_bytes - least_bytes
+    )
+    if not most:
+        return possible, f"context {possible} is the longest of which a sequence may fit the pool"
+    if most == possible == positions:
+        return most, f"context {most} fits the pool; the model has no more positions"
+    note = f"context {most} is the longest of which a sequence surely fits the pool"
+    return most, f"{note}; up to {possible} may" if possible > most else note
 
 
 def with_size(run: RunConfig, setting: Size, value: int) -> RunConfig:

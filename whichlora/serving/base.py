@@ -158,10 +158,10 @@ class Pool:
         unshared = largest(1, needed - self.shared_of(shared_tokens))
         return where(needed > self.num_blocks, 0, floor_div(self.num_blocks - needed, unshared) + 1)
 
-    def max_context(self, most: int | None) -> int:
-        """Tokens of the longest sequence that fits, at most `most`; 0 where none does."""
+    def max_context(self, most: int | None, spare_bytes: int = 0) -> int:
+        """Tokens of the longest sequence that leaves `spare_bytes`, at most `most`; 0 for none."""
         return last_between(
-            lambda tokens: self.blocks_of(tokens) <= self.num_blocks, 0, most or MOST_COUNT
+            lambda tokens: self.spare_bytes(tokens) >= spare_bytes, 0, most or MOST_COUNT
         )
 
 
@@ -214,21 +214,25 @@ class Start:
     held: str = ""
     is_whole: bool = True
 
-    def max_context(self, most: int | None) -> int:
+    def max_context(self, most: int | None, spare_bytes: int = 0) -> int:
         """Tokens of the longest sequence, at most `most`, for which it starts; 0 for none.
 
         A release that reads long contexts in chunks may start for them where it does not for
         shorter ones, whose prompts it reads whole: the chunks' pool is asked first.
+
+        Args:
+            spare_bytes: that such a sequence leaves of the pool.
         """
         high = min(most or MOST_COUNT, self.longest_context or MOST_COUNT)
         if self.at_context is None:
-            return self.pool.max_context(high)
+            return self.pool.max_context(high, spare_bytes)
         at_context = self.at_context
 
         def holds(context: int) -> bool:
-            return not at_context(context).lacks(context)
+            start = at_context(context)
+            return not start.lacks(context) and start.pool.spare_bytes(context) >= spare_bytes
 
-        chunked = at_context(high).pool.max_context(high)
+        chunked = at_context(high).pool.max_context(high, spare_bytes)
         return last_between(holds, chunked if chunked and holds(chunked) else 0, high)
 
     def lacks(self, context: int) -> bool:

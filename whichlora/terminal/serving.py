@@ -103,11 +103,15 @@ def _cells(serving: ServingPrediction, rate: float | None) -> tuple[str, ...]:
         str(serving.context),
         str(serving.concurrency) if rate is None else f"{rate:g}/s",
         str(serving.max_running),
-        format_bytes(serving.kv_pool_bytes),
+        _or_lacks(serving.kv_pool_bytes),
         f"{serving.kv_pool_tokens:,}",
         f"{serving.max_context:,}",
-        format_bytes(serving.left_bytes),
+        _or_lacks(serving.left_bytes),
     )
+
+
+def _or_lacks(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes >= 0 else f"none, {format_bytes(-num_bytes)} lack"
 
 
 def _waits(serving: ServingPrediction) -> tuple[str, ...]:
@@ -186,14 +190,10 @@ def _print_waits(console: Console, time: ServingTime) -> None:
     print_whole(console, step)
 
 
-def _pool(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes >= 0 else f"none, {format_bytes(-num_bytes)} lack"
-
-
 def _print_pool(console: Console, serving: ServingPrediction) -> None:
     table = new_table(serving.release, "", right=("",))
     for what, value in (
-        ("pool for keys and values", _pool(serving.kv_pool_bytes)),
+        ("pool for keys and values", _or_lacks(serving.kv_pool_bytes)),
         (
             f"blocks of {format_bytes(serving.block_bytes)}",
             f"{serving.num_blocks:,}",
@@ -201,7 +201,7 @@ def _print_pool(console: Console, serving: ServingPrediction) -> None:
         (f"tokens, of sequences of {serving.context:,}", f"{serving.kv_pool_tokens:,}"),
         (f"sequences of {serving.context:,} tokens", f"{serving.max_concurrency:.2f}"),
         ("longest sequence", f"{serving.max_context:,}"),
-        ("left of the GPU", format_bytes(serving.left_bytes)),
+        ("left of the GPU", _or_lacks(serving.left_bytes)),
     ):
         table.add_row(what, value)
     print_whole(console, table)
