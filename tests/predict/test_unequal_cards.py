@@ -79,9 +79,25 @@ def test_what_is_not_modelled_is_refused_in_one_line(
 
 
 def test_an_engine_on_unequal_cards_names_the_smallest() -> None:
-    message = r"so that the smallest decides; give --gpu 2xrtx-3070-8gb, or one card"
+    message = r"give --gpu 2xrtx-3070-8gb, or one card, or a stage for each: --serving-option pip"
     with pytest.raises(ConfigError, match=message):
         estimate(MODEL, "rtx-3090-24gb+rtx-3070-8gb", phase="inference", serving="vllm")
+
+
+def test_each_stage_of_a_pipeline_has_a_card_of_its_own() -> None:
+    """The pool is that of the card with the fewest blocks, by the layers that it has."""
+    cards = "rtx-3090-24gb+rtx-3070-8gb"
+    pools = {}
+    for layers in ("8,8", "13,3"):
+        options = {"pipeline_parallel_size": 2, "VLLM_PP_LAYER_PARTITION": layers}
+        (both,) = estimate(
+            MODEL, cards, phase="inference", serving="vllm", context=4096, serving_options=options
+        )
+        assert both.serving is not None
+        pools[layers] = both.serving.kv_pool_tokens
+        assert any("on rtx-3090-24gb, " in note and "rtx-3070-8gb" in note for note in both.notes)
+        assert both.serving.time is not None
+    assert pools["13,3"] > 2 * pools["8,8"]
 
 
 LLAMA_CPP: dict[str, Any] = {"phase": "inference", "serving": "llama-cpp", "context": 32768}

@@ -24,6 +24,7 @@ from whichlora.workflow.combinations import shared_by_engine
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 GEMMA = "google/gemma-3-1b-pt"  # 22 sliding layers, and 4 others
+PARTITION, TWO = vllm_settings.PARTITION, {"pipeline_parallel_size": 2}
 STAGES = {"vllm": "pipeline_parallel_size", "sglang": "pp_size"}
 
 
@@ -58,6 +59,26 @@ def test_each_engine_has_a_rule_of_its_own_for_layers_that_are_left_over(
     assert sum(of_vllm) == sum(of_sglang) == 32
     assert vllm_settings.stage_layers(asked) == of_vllm
     assert sglang.stage_layers(served("sglang", pp_size=stages)) == of_sglang
+
+
+def test_layers_of_stages_may_be_stated() -> None:
+    asked = served(pipeline_parallel_size=2, **{PARTITION: "8,24"})
+    assert vllm_settings.stage_layers(asked) == (8, 24)
+    assert vllm_memory.start(asked).stage == 2
+    command = vllm.command(asked)
+    assert command.startswith(f"{PARTITION}=8,24 vllm serve {LLAMA}")
+    assert command.count("artition") + command.count(PARTITION) == 1
+
+
+@pytest.mark.parametrize(("release", "share"), [("0.13.0", 1), ("0.15.1", 2), ("0.17.0", 1)])
+def test_0_14_to_0_16_want_all_layers_on_one_stage(release: str, share: int) -> None:
+    """Github.com/vllm-project/vllm/issues/34076: 3.18 GiB were said to hold 34,736 tokens."""
+    small = replace(A100, memory_bytes=16 * GiB)
+    asked = served(gpu=small, libraries=(("vllm", release),), **TWO)
+    started = vllm_memory.start(asked)
+    longest = started.max_context(131072)
+    assert longest == pytest.approx(started.pool.max_context(131072) / share, rel=0.001)
+    assert ("libraries vllm=0.17" in started.fault_at(longest + 16)) == (share == 2)
 
 
 def test_the_last_stage_had_what_is_left_over_before_0_8() -> None:
@@ -149,6 +170,10 @@ def test_groups_of_layers_are_dealt_out_to_the_stages(stages: int) -> None:
         ("sglang", "google/gemma-3-4b-pt", {"pp_size": 2}, "more than its text"),
         ("vllm", LLAMA, {"tensor_parallel_size": 3}, "or tensor_parallel_size 1 with pipeline_p"),
         ("sglang", LLAMA, {"tp_size": 3, "pp_size": 2}, "tp_size 1 with pp_size 6"),
+        ("vllm", LLAMA, {PARTITION: "16,16"}, "are 2 stages, and pipeline_parallel_size is 1; giv"),
+        ("vllm", LLAMA, {PARTITION: "8,16", **TWO}, "24 layers, and .* has 32"),
+        ("vllm", LLAMA, {PARTITION: "half", **TWO}, "one for each stage, such as 16,16"),
+        ("vllm", LLAMA, {PARTITION: "16,0,16", **TWO}, "one for each stage"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_in_one_line(

@@ -47,14 +47,15 @@ def over_cards(run: RunConfig, name: str, cards: Sequence[Card]) -> RunConfig:
     """
     count = sum(len(card.ranks) for card in cards)
     engine = get_engine(run.serving)
-    if run.phase == "inference" and engine.takes_unequal:
-        return _served_by_all(run, name, engine, count)
     if run.phase == "inference":
+        is_staged = engine.num_stages(run) == count or not engine.shared_by
+        if engine.takes_unequal and is_staged:
+            return _served_by_all(run, name, engine, count)
         smallest = _smallest(cards).key
         engines = [engine.name for engine in list_engines().values() if engine.shared_by]
         raise ConfigError(
             f"gpu: {name}: {' and '.join(engines)} give every GPU as much, so that the smallest "
-            f"decides; give --gpu {count}x{smallest}, or one card"
+            f"decides; give --gpu {count}x{smallest}, or one card{_or_stages(engine, count)}"
         )
     config = run.parallel
     if config.is_one_device:
@@ -65,12 +66,18 @@ def over_cards(run: RunConfig, name: str, cards: Sequence[Card]) -> RunConfig:
     return with_precision(replace(run, parallel=config), least.gpu)
 
 
+def _or_stages(engine: Engine, count: int) -> str:
+    if not engine.takes_unequal:
+        return ""
+    return f", or a stage for each: --serving-option {engine.staged_by}={count}"
+
+
 def _served_by_all(run: RunConfig, name: str, engine: Engine, count: int) -> RunConfig:
     options = dict(run.serving_options)
-    if options.setdefault(engine.divided_by, count) != count:
+    if options.setdefault(engine.staged_by, count) != count:
         raise ConfigError(
-            f"gpu: {name} are {count} cards, and {engine.divided_by} is "
-            f"{options[engine.divided_by]}; leave it out"
+            f"gpu: {name} are {count} cards, and {engine.staged_by} is "
+            f"{options[engine.staged_by]}; leave it out"
         )
     return replace(run, serving_options=tuple(sorted(options.items())))
 

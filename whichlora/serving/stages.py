@@ -129,11 +129,18 @@ def check_stages(served: Served, option: str) -> None:
         )
 
 
-def stage_notes(start: Start, layers: Sequence[int], option: str) -> list[str]:
-    """How the layers are divided, and whose bytes are told; none where they are not."""
+def stage_notes(
+    start: Start, layers: Sequence[int], option: str, pools: Sequence[str] = ()
+) -> list[str]:
+    """How the layers are divided, and whose bytes are told; none where they are not.
+
+    Args:
+        pools: of the stages, in words, where their cards are unequal.
+    """
     if len(layers) == 1:
         return []
     divided = " + ".join(map(str, layers))
-    return [
+    notes = [
         f"{option} {len(layers)}: {divided} layers; bytes are of stage {start.stage}, the fullest"
     ]
+    return [*notes, f"pools of the stages: {', '.join(pools)}"] if pools else notes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Engine, Served, Start, Stepping
@@ -50,7 +51,7 @@ from whichlora.serving.rank import check_model, check_ranks, positions_note
 from whichlora.serving.stages import check_stages, stage_notes
 from whichlora.serving.vllm_caches import check as check_cache
 from whichlora.serving.vllm_log import LOG
-from whichlora.serving.vllm_memory import load_of_start, start
+from whichlora.serving.vllm_memory import load_of_start, start, starts_of_stages
 from whichlora.serving.vllm_settings import (
     AHEAD,
     CAPTURED,
@@ -62,6 +63,7 @@ from whichlora.serving.vllm_settings import (
     LORA_RANKS,
     MODE,
     MOST_CAPTURED_TOKENS,
+    PARTITION,
     POOL_BLOCKS,
     POOL_BYTES,
     RANKS,
@@ -104,6 +106,7 @@ from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.spec.words import alternatives
 from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.serving_work import VLLM_CAPTURED_TOKENS
+from whichlora.units import format_bytes
 
 DRAFT_METHODS = ("mtp", "deepseek_mtp")
 # What the host does between two steps. Kind: fitted, to published speeds of one
@@ -257,6 +260,7 @@ def stepping(served: Served) -> Stepping:
         code_launch_s=_code_launch_s(served, is_eager=is_eager, is_first_awq=is_first_awq),
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
         stage_layers=layers if len(layers) > 1 else (),
+        stage_cards=tuple(range(len(layers))) if served.gpu.beside else (),
         keeps_blocks=keeps_prefixes(served),
         caches_prompts=keeps_prefixes(served),
         front_s=FRONT_S,
@@ -311,8 +315,10 @@ def check(served: Served) -> None:
         ConfigError: one line.
     """
     run = served.run
-    _check_card(served)
-    check_quant_card(served, QUANT_CARDS)
+    _check_partition(served)
+    for card in served.gpu.beside or (served.gpu,):
+        _check_card(replace(served, gpu=card))
+        check_quant_card(replace(served, gpu=card), QUANT_CARDS)
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
     check_known(served, predicted_since=TEXT_ALONE if _sees(served) else "0")
     check_card_dtype(served, WITHOUT_BF16)
@@ -341,6 +347,43 @@ def check(served: Served) -> None:
         experts_of=expert_ranks,
         whole=(WHOLE_EXPERTS, True),
     )
+
+
+def _check_partition(served: Served) -> None:
+    """Refuse layers of stages that are none.
+
+    Source: vLLM 0.28.0 `get_pp_indices`, distributed/utils.py, whose errors these are.
+    """
+    stated = served.options[PARTITION]
+    if stated is None:
+        return
+    stages, layers = served.count(STAGES) or 1, served.model.num_hidden_layers
+    parts = str(stated).split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(
+            f"{PARTITION}: {stated} are no numbers of layers; give one for each stage, such as "
+            f"{layers // 2},{layers - layers // 2}"
+        )
+    if len(parts) != stages:
+        raise ConfigError(
+            f"{PARTITION}: {stated} are {len(parts)} stages, and {STAGES} is {stages}; give "
+            f"{STAGES}={len(parts)}"
+        )
+    if (total := sum(map(int, parts))) != layers:
+        raise ConfigError(
+            f"{PARTITION}: {stated} are {total} layers, and {served.model.name} has {layers}; give "
+            f"numbers that add up to {layers}"
+        )
+
+
+def _stage_pools(served: Served) -> list[str]:
+    """What each of unequal cards has for keys and values; none of equal ones."""
+    cards = served.gpu.beside
+    starts = starts_of_stages(served) if cards else []
+    return [
+        f"{format_bytes(max(0, start.pool.num_bytes))} on {card.key}"
+        for start, card in zip(starts, cards, strict=True)
+    ]
 
 
 def _sees(served: Served) -> bool:
@@ -514,12 +557,18 @@ def command(served: Served) -> str:
     redundant = "num-redundant-experts" if older("vllm", "0.10.2") else REDUNDANT_FLAG
     return shell_command(
         served,
-        _server(served),
+        _in_shell(served) + _server(served),
         context="--max-model-len",
         flags=tuple(flags),
         num_redundant_experts=f"--enable-eplb --{redundant} {{}}",
         restarted="",
+        **{PARTITION: ""},
     )
+
+
+def _in_shell(served: Served) -> str:
+    stated = served.options[PARTITION]
+    return "" if stated is None else f"{PARTITION}={shlex.quote(str(stated))} "
 
 
 def _server(served: Served) -> str:
@@ -553,7 +602,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     lines += tower_notes(served)
     if start.longest_context is None:
         lines += positions_note(served, f"vllm may not start without {LONGER}")
-    lines += stage_notes(start, stage_layers(served), STAGES)
+    lines += stage_notes(start, stage_layers(served), STAGES, _stage_pools(served))
     lines += known_note(served)
     lines += release_note(served, first_start=FIRST_START)
     return tuple(lines)
@@ -633,6 +682,13 @@ ENGINE = Engine(
             default=1,
             other_names=("pp",),
             since="0.5.1",
+        ),
+        Option(
+            name=PARTITION,
+            summary="layers of each stage, such as 16,32; a variable of the shell",
+            default=None,
+            kind=str,
+            since="0.5.4",
         ),
         Option(
             name=NODES, summary="machines, equally many GPUs on each; else the fewest", default=None
@@ -720,6 +776,7 @@ ENGINE = Engine(
     ),
     shared_by=RANKS,
     staged_by=STAGES,
+    takes_unequal=True,
     copied_by=COPIES,
     spread_by=NODES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page

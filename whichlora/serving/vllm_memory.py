@@ -162,8 +162,8 @@ def start(served: Served) -> Start:
     `request_memory`, v1/worker/utils.py:716.
     """
     asked, served = served, with_draft_layers(served) if served.options[DRAFTS] else served
-    stages = stages_of(served.model, stage_layers(served))
-    started = fullest([start_of_stage(served, stage) for stage in stages], STAGES)
+    starts = starts_of_stages(served)
+    started = _within_one_stage(served, starts, fullest(starts, STAGES))
     if not is_of_context(served):
         return started
 
@@ -172,6 +172,44 @@ def start(served: Served) -> Start:
         return start(replace(asked, run=replace(asked.run, context=context)))
 
     return replace(started, at_context=at_context)
+
+
+def starts_of_stages(served: Served) -> list[Start]:
+    """The start of each stage, on a card of its own where cards are unequal."""
+    stages = stages_of(served.model, stage_layers(served))
+    cards = served.gpu.beside or (served.gpu,) * len(stages)
+    return [
+        start_of_stage(replace(served, gpu=card), stage)
+        for stage, card in zip(stages, cards, strict=True)
+    ]
+
+
+def _within_one_stage(served: Served, starts: list[Start], started: Start) -> Start:
+    """`started`, whose context is no longer than the least pool holds in all layers of the model.
+
+    From 0.14 to 0.16 a start needs that, although each stage has some of the layers alone.
+    Kind: exact. Source: vLLM 0.14.1 and 0.16.0 v1/core/kv_cache_utils.py `get_kv_cache_configs`
+    (`min(available_memory)`), 0.17.0 `_project_kv_cache_groups_to_worker`;
+    github.com/vllm-project/vllm/issues/34076.
+    """
+    libraries = served.libraries
+    if len(starts) == 1 or libraries.older("vllm", "0.14") or not libraries.older("vllm", "0.17"):
+        return started
+    cut = pool_blocks(served, _rank_of(served, served.model))
+    least = min(start.pool.num_bytes for start in starts)
+    pool = Pool(num_bytes=least, block_bytes=cut.block_bytes, blocks_of=cut.blocks_of)
+    longest = pool.max_context(started.longest_context)
+    if longest == started.longest_context:
+        return started
+    return replace(
+        started,
+        longest_context=longest,
+        beyond=(
+            f"the {longest} tokens whose keys and values of all {served.model.num_hidden_layers} "
+            f"layers would fit one stage, which {served.release} asks for; give {longest} or less, "
+            "or libraries vllm=0.17 or newer"
+        ),
+    )
 
 
 def load_of_start(served: Served) -> int:

@@ -12,6 +12,7 @@ RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
 REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
 CAPTURED, MODE, AHEAD = "max_cudagraph_capture_size", "performance_mode", "async_scheduling"
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # a variable of the shell
 POOL_BYTES, POOL_BLOCKS = "kv_cache_memory_bytes", "num_gpu_blocks_override"
 RESTARTED = "restarted"  # our own: no flag of vLLM says it
 # Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
@@ -188,6 +189,8 @@ def stage_layers(served: Served) -> tuple[int, ...]:
     Kind: exact. Source: vLLM 0.33.0 `get_pp_indices`, distributed/utils.py:198; 0.7.3 :62.
     """
     stages = served.count(STAGES) or 1
+    if (stated := served.options[PARTITION]) is not None:
+        return tuple(int(layers) for layers in str(stated).split(","))
     each, left = divmod(served.model.num_hidden_layers, stages)
     if served.libraries.older("vllm", "0.8"):
         return (*([each] * (stages - 1)), each + left)
