@@ -54,7 +54,7 @@ OUTLIERS = """\
 - Qwen3-32B-AWQ on two RTX 4090 under 0.28 has expandable segments, whose rests we count as others'.
 - Qwen2.5-7B on an A10G under 0.22 and an RTX 4090 under 0.24: 0.16 GiB of pools of 4.8 and 4.5.
 - Qwen3.6-35B-A3B in NVFP4 on an RTX 5090 under WSL, five starts and a refusal we take for one:
-  0.8 GiB, eager too, of which a dense model of texts has 0.2, are not explained. Some choose
+  0.7 GiB, eager too, of which a dense model of texts has 0.1, are not explained. Some choose
   CUTLASS or Marlin for experts, whose workspaces of 0.2 to 0.5 GiB FlashInfer's kernels do not
   have. At 16,384 tokens 1.7 GiB more, and on a GB10 at 65,536 3.5: a layer in FP4 takes about
   0.2 MB a token there, of which we count a third.

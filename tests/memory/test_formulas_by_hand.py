@@ -80,6 +80,14 @@ def test_a_bias_counts_once_where_its_matrix_is_left_as_it_is() -> None:
     )
 
 
+def test_blocks_of_8_bit_floats_share_a_scale() -> None:
+    size = weights.quantised_bytes(7168 * 2048, "fp8", out_features=2048, scale_block=128)
+    assert size == 7168 * 2048 + 16 * 56 * 4
+    assert weights.quantised_bytes(7168 * 2048, "fp8", out_features=2048) == 7168 * 2048 + 2048 * 4
+    ragged = weights.quantised_bytes(200 * 576, "fp8", out_features=576, scale_block=128)
+    assert ragged == 200 * 576 + 5 * 2 * 4
+
+
 def test_a_scale_of_gptq_serves_128_weights_unless_it_is_told_otherwise() -> None:
     size = weights.quantised_bytes(128 * 1000, "gptq-int4", out_features=1000)
     assert size == 128 * 1000 // 2 + 1000 * 2 + 1000 // 2  # codes, scales in 16 bit, zeros in 4

@@ -394,6 +394,25 @@ def test_rotary_tables_are_shared_by_all_layers() -> None:
     assert rotary_bytes(load_model(LLAMA), 2) == 131072 * 128 * 2
 
 
+@pytest.mark.parametrize(
+    ("model", "quant", "logged_gib"),
+    [
+        ("RedHatAI/Qwen3.6-35B-A3B-NVFP4", "nvfp4", 21.86),  # tables of four times the positions
+        ("meta-llama/Llama-3.1-8B", "none", 14.99),
+    ],
+)
+def test_weights_are_what_logs_state(model: str, quant: Quant, logged_gib: float) -> None:
+    run = replace(RUN, model=model, quant=quant, libraries=(("vllm", "0.20.0"),))
+    taken = start(served(run, find_gpu("rtx-5090-32gb")))
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(logged_gib, abs=0.015)
+
+
+def test_scales_of_8_bit_floats_are_of_rows_or_of_blocks() -> None:
+    in_blocks = served(replace(RUN, model="Qwen/Qwen3-30B-A3B-FP8", quant="fp8"))
+    assert in_blocks.dtypes.scale_block == 128
+    assert served(replace(RUN, quant="fp8")).dtypes.scale_block == 0
+
+
 @pytest.mark.parametrize(("ranks", "heads"), [(2, 4), (8, 1), (16, 1)])
 def test_heads_of_keys_are_repeated_where_there_are_fewer_than_ranks(
     ranks: int, heads: int
@@ -427,15 +446,15 @@ def test_weights_of_deepseek_v3_on_32_cards_are_those_of_a_published_log() -> No
     run = replace(RUN, model="deepseek-ai/DeepSeek-V3", quant="fp8", libraries=(("vllm", "0.6.6"),))
     taken = started(run, find_gpu("l20-48gb"), tensor_parallel_size=16, pipeline_parallel_size=2)
     assert taken.stage == 2
-    assert part_bytes(taken, "weights") / GiB == pytest.approx(21.4118, rel=0.015)
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(21.4118, rel=5e-4)
 
 
 @pytest.mark.parametrize(
     ("quant", "version", "gib"),
     [
         ("fp8", "0.7.2", 84.11),  # published: github.com/vllm-project/vllm/pull/12639
-        ("fp8", "0.8.0", 79.82 + 61 * 16 * 256 * 512 * 2 / GiB),
-        ("fp8", "0.6.6", 79.82),
+        ("fp8", "0.8.0", 79.41 + 61 * 16 * 256 * 512 * 2 / GiB),
+        ("fp8", "0.6.6", 79.41),  # github.com/HabanaAI/vllm-fork/issues/809, of whose own build
     ],
 )
 def test_matrices_between_heads_and_latents_are_held_as_the_release_has_them(
@@ -443,7 +462,7 @@ def test_matrices_between_heads_and_latents_are_held_as_the_release_has_them(
 ) -> None:
     run = replace(RUN, model="deepseek-ai/DeepSeek-V3", quant=quant, libraries=(("vllm", version),))
     taken = started(run, find_gpu("h200-sxm-141gb"), tensor_parallel_size=8)
-    assert part_bytes(taken, "weights") / GiB == pytest.approx(gib, rel=4e-3)
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(gib, rel=1e-3)
 
 
 def test_unquantised_matrices_between_heads_and_latents_are_views() -> None:

@@ -124,7 +124,7 @@ def test_a_published_start_of_a_27b_in_nvfp4_on_a_5090() -> None:
     wsl = replace(job.served.gpu, memory_bytes=round(31.84 * GiB))  # its total under Windows
     taken = start(replace(job.served, gpu=wsl))
     weights = sum(entry.num_bytes for entry in taken.entries if entry.part == "weights")
-    assert weights / GiB == pytest.approx(17.62, abs=0.05)
+    assert weights / GiB == pytest.approx(17.62, abs=0.14)  # if its own config has mrope, too
     assert taken.pool.num_bytes / GiB == pytest.approx(6.67, rel=0.03)
     assert taken.pool.max_concurrency(32768) == pytest.approx(5.15, rel=0.03)
 

@@ -507,6 +507,7 @@ def _stored(linear: Linear, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
                 dtypes.quant,
                 out_features=rows,
                 group_size=dtypes.quant_group_size,
+                scale_block=dtypes.scale_block,
             ):
                 yield part, wide
                 wide = 0

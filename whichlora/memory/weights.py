@@ -18,12 +18,18 @@ CODE_TABLE_BYTES = 2560  # per 4-bit matrix: code table, offset, nested code tab
 
 
 def quantised_bytes(
-    num_weights: int, quant: str, *, out_features: int, group_size: int = 128
+    num_weights: int,
+    quant: str,
+    *,
+    out_features: int,
+    group_size: int = 128,
+    scale_block: int = 0,
 ) -> int:
     """Bytes of one matrix of `num_weights` values, stored as `quant`.
 
     Args:
         group_size: weights that share a scale in GPTQ and AWQ.
+        scale_block: edge of the squares that share one in 8-bit floats; 0: each row has one.
 
     Kind: exact; for GPTQ and AWQ where groups divide the rows.
     Source: `quantised_parts`.
@@ -32,13 +38,24 @@ def quantised_bytes(
         ConfigError: an unknown format.
     """
     return sum(
-        quantised_parts(num_weights, quant, out_features=out_features, group_size=group_size)
+        quantised_parts(
+            num_weights,
+            quant,
+            out_features=out_features,
+            group_size=group_size,
+            scale_block=scale_block,
+        )
     )
 
 
 @lru_cache(maxsize=1024)  # layers and candidates share their shapes
 def quantised_parts(
-    num_weights: int, quant: str, *, out_features: int, group_size: int = 128
+    num_weights: int,
+    quant: str,
+    *,
+    out_features: int,
+    group_size: int = 128,
+    scale_block: int = 0,
 ) -> tuple[int, ...]:
     """Bytes of each tensor that stores one matrix: codes, then scales and tables.
 
@@ -48,7 +65,8 @@ def quantised_parts(
     Source: Dettmers et al. 2023, arXiv:2305.14314, section 3; bitsandbytes 0.50.2
     `functional.quantize_4bit`; AutoGPTQ and AutoAWQ packed layouts; compressed-tensors'
     FP8 of channels and packed 4-bit integers, vLLM 0.33.0 schemes/compressed_tensors_w8a8_fp8.py,
-    compressed_tensors_wNa16.py:99.
+    compressed_tensors_wNa16.py:99; FP8 in blocks, quantization/utils/fp8_utils.py
+    `create_fp8_scale_parameter`.
 
     Raises:
         ConfigError: an unknown format.
@@ -61,6 +79,9 @@ def quantised_parts(
             return code_bytes, num_scales, 4 * ceil_div(num_scales, NESTED_BLOCK), CODE_TABLE_BYTES
         # fp32 scale: 32/64 = 0.5 bit per weight
         return code_bytes, 4 * num_scales, CODE_TABLE_BYTES
+    if quant == "fp8" and scale_block:  # `weight_scale_inv`, fp32
+        columns = ceil_div(num_weights // out_features, scale_block)
+        return num_weights, 4 * ceil_div(out_features, scale_block) * columns
     if quant in ("int8", "fp8"):  # one fp32 scale per row: `Int8Params.SCB`, `weight_scale`
         return num_weights, 4 * out_features
     if quant == "w4a16":  # symmetric, so that no zeros are stored: codes, and 16-bit scales
@@ -90,7 +111,11 @@ def linear_bytes(linear: Linear, dtypes: Dtypes) -> int:
         return linear.num_weights * dtypes.base_bytes + bias_bytes
     matrices, rows, num_weights = quantised_matrices(linear)
     matrix_bytes = quantised_bytes(
-        num_weights, dtypes.quant, out_features=rows, group_size=dtypes.quant_group_size
+        num_weights,
+        dtypes.quant,
+        out_features=rows,
+        group_size=dtypes.quant_group_size,
+        scale_block=dtypes.scale_block,
     )
     return matrices * matrix_bytes + bias_bytes
 
@@ -121,6 +146,7 @@ def quantised_state_bytes(model: ModelSpec, dtypes: Dtypes, *, codes: bool) -> i
                     dtypes.quant,
                     out_features=rows,
                     group_size=dtypes.quant_group_size,
+                    scale_block=dtypes.scale_block,
                 )
                 number = matrices * (1 if group.shared else group.count)
                 total += number * sum(parts if codes else parts[1:])

@@ -20,8 +20,10 @@ from whichlora.serving.scheduler import MOST_CLIENTS
 from whichlora.spec.architecture import ModelSpec, parts_of, with_source_len
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
 from whichlora.spec.checkpoint import (
+    FP8_BLOCK,
     LOADED_AS_STORED,
     gguf_type,
+    has_fp8_blocks,
     is_gguf,
     is_mixed,
     packed_experts,
@@ -467,7 +469,8 @@ def _dtypes_of(
         narrows_adapters=trainer.narrows_adapters(run),
     )
     if not training:
-        return dtypes
+        in_blocks = dtypes.quant == "fp8" and has_fp8_blocks(model.config)
+        return replace(dtypes, scale_block=FP8_BLOCK) if in_blocks else dtypes
     in_four_bits = trainer.quantises_experts and dtypes.quant in FOUR_BIT_BNB
     dtypes = replace(
         dtypes,

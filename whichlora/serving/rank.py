@@ -273,19 +273,26 @@ def with_aligned_experts(rank: ModelSpec, *, hidden: int, width: int) -> ModelSp
 
 
 def held_entries(
-    served: Served, rank: ModelSpec, *, rotary_element_bytes: int, dtypes: Dtypes | None = None
+    served: Served,
+    rank: ModelSpec,
+    *,
+    rotary_element_bytes: int,
+    dtypes: Dtypes | None = None,
+    times_positions: int = 1,
 ) -> list[Entry]:
     """Weights of one rank, and its rotary tables.
 
     Args:
         dtypes: of the weights, where the engine stores them otherwise than transformers.
+        times_positions: rows of the tables over the positions of the model.
 
     Kind: exact for whole models; under tensor parallelism a vocabulary is padded further.
     """
     if served.run.quant not in BNB_QUANTS:  # quantised files have the tower in 16 bit
         rank = replace(rank, idle_linears=())
     entries = weight_entries(rank, dtypes or served.dtypes, like=0)
-    return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
+    table = times_positions * rotary_bytes(rank, rotary_element_bytes)
+    return [*entries, Entry(ROTARY_TABLES, table)]
 
 
 def check_ranks(served: Served, option: str, staged_by: str, *, ranks: int | None = None) -> None:

@@ -99,6 +99,7 @@ def _stored(parts: Sequence[Linear], dtypes: Dtypes) -> Iterator[int]:
             dtypes.quant,
             out_features=rows,
             group_size=dtypes.quant_group_size,
+            scale_block=dtypes.scale_block,
         )
     else:
         yield num_weights * dtypes.base_bytes

@@ -84,13 +84,14 @@ def absorbed_bytes(served: Served, rank: ModelSpec) -> int:
         return 0
     if not materialised:
         return wide * between_latents(rank)
-    width = 1 if quant == "fp8" else wide
-    return width * sum(
-        count * _materialised(attention, rank.hidden_size)
+    narrow = quant == "fp8"  # which stay beside what they were made of, in fp32
+    made = sum(
+        count * _materialised_bytes(attention, rank.hidden_size, 1 if narrow else wide, wide)
         for layer, count in rank.layers()
         for attention in layer.attentions
         if has_latents(attention)
     )
+    return made + narrow * 4 * between_latents(rank)
 
 
 def _expands(served: Served, rank: ModelSpec) -> bool:
@@ -103,10 +104,14 @@ def _expands(served: Served, rank: ModelSpec) -> bool:
     )
 
 
-def _materialised(attention: Attention, hidden_size: int) -> int:
-    """Elements of W_Q_UK, W_QR and W_UV_O: the latent of all heads, from queries and to the end."""
+def _materialised_bytes(attention: Attention, hidden_size: int, width: int, wide: int) -> int:
+    """W_Q_UK, W_QR and W_UV_O: the latent of all heads, from queries and to the end.
+
+    W_QR is never narrowed.
+    """
     heads, rank = attention.num_attention_heads, attended_elements(attention) - attention.rotary_dim
     (queries,) = {
         each.in_features for each in attention.linears if each.name in ("q_proj", "q_b_proj")
     }
-    return heads * (queries * (rank + attention.rotary_dim) + rank * hidden_size)
+    rotated = queries * (attention.rotary_dim or 0)
+    return heads * (width * rank * (queries + hidden_size) + wide * rotated)

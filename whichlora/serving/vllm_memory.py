@@ -89,6 +89,7 @@ from whichlora.serving.vllm_settings import (
     multiplies_by_triton,
     plans_ahead,
     stage_layers,
+    times_positions,
     utilization,
 )
 from whichlora.serving.vllm_sparse import (
@@ -128,7 +129,7 @@ KERNELS_BYTES = 72 * MiB
 # What the host's processes take between both looks at a memory that they share. Kind: estimate.
 # Source: three published logs of a GB10, whose free memory is that of the system: 0.6 GiB
 # (Nemotron-3-Nano-4B, 0.13.0), 1.3 (Qwen3-30B-A3B, 0.13.0) and 2.1 (Qwen3-0.6B, 0.27.1); median.
-HOST_BYTES = 1300 * MiB
+HOST_BYTES = 1370 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
@@ -327,7 +328,13 @@ def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
     """
     if served.run.quant != "mxfp4":
         width = served.dtypes.compute_bytes
-        entries = held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
+        entries = held_entries(
+            served,
+            rank,
+            rotary_element_bytes=width,
+            dtypes=_stored(served),
+            times_positions=times_positions(served),
+        )
         rest = unused_bytes(rank, _stored(served), in_use=not _reads_free(served))
         entries.append(Entry(UNUSED_SEGMENTS, rest))
         absorbed = absorbed_bytes(served, rank)

@@ -160,6 +160,18 @@ def has_states(served: Served) -> bool:
     return any(not kind.token_elements for kind in cached_layers(served.model))
 
 
+def times_positions(served: Served) -> int:
+    """Rows of rotary tables over the positions of a model: four, where those are of videos, too.
+
+    Kind: exact. Source: vLLM 0.11.0 and 0.28.0 rotary_embedding/mrope.py `MRotaryEmbedding`
+    (`cache_max_position_num`); a log of 21.86 GiB of Qwen3.6-35B-A3B-NVFP4, 21.77 without.
+    """
+    config = served.model.config
+    text = config.get("text_config") or config
+    rotation = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return 4 if "mrope_section" in rotation else 1
+
+
 def keeps_prefixes(served: Served) -> bool:
     """Whether blocks of a common prefix are kept once: the default since the V1 engine.
 

@@ -20,6 +20,7 @@ from whichlora.spec.float_blocks import (
 from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, Quant
 
 LOADED_AS_STORED: frozenset[str] = BNB_QUANTS | CHECKPOINT_QUANTS
+FP8_BLOCK = 128  # edge of the squares that share a scale in 8-bit floats
 # Modules that files leave in 16 bit beside MLPs and experts: what no MLP is in.
 _BESIDE_MLPS = re.compile(
     r"lm_head|embed|norm|self_attn|linear_attn|conv1d|visual|vision|(^|[._])gate$|router|^mtp\b"
@@ -138,10 +139,9 @@ def left_out(stored: Mapping[str, Any]) -> list[str]:
 
 def has_fp8_blocks(config: Mapping[str, Any]) -> bool:
     """Whether weights are 8-bit floats whose blocks of 128 x 128 share a scale."""
-    return stored_quant(config) == "fp8" and stored_config(config).get("weight_block_size") == [
-        128,
-        128,
-    ]
+    block = [FP8_BLOCK, FP8_BLOCK]
+    stored = stored_config(config).get("weight_block_size")
+    return stored_quant(config) == "fp8" and stored == block
 
 
 def names_fp8_cache(config: Mapping[str, Any]) -> bool:

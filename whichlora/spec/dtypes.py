@@ -77,6 +77,8 @@ class Dtypes:
         learns_encoder: what cross attention reads needs a gradient.
         encoder_bytes: one element of it, where a matrix makes it of images; else 0.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
+        scale_block: edge of the squares of a matrix in 8-bit floats that share a scale; 0: each row
+            has one.
         loads_at_once: loading first asks the device for one block, from which the weights are cut:
             `caching_allocator_warmup` of transformers 5.23, which runs where there is a device_map,
             as bitsandbytes makes one (`update_device_map`). Else the model is loaded to the host
@@ -113,6 +115,7 @@ class Dtypes:
     compute_capability: str | None
     libraries: Libraries
     stores: CacheFormat | None = None
+    scale_block: int = 0
     learns_encoder: bool = True
     encoder_bytes: int = 0
     prefix_tokens: int = 0
