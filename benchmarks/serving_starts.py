@@ -51,7 +51,6 @@ OUTLIERS = """\
   them.
 - Qwen2.5-32B on two L40S under 0.7.1: 0.3 GiB less than ours of a pool of 7.7. Its log has weights
   of 30.71 and activations of 1.26 GiB, where we sample in 1.47.
-- Qwen3-32B-AWQ on two RTX 4090 under 0.28 has expandable segments, whose rests we count as others'.
 - Qwen2.5-7B on an A10G under 0.22 and an RTX 4090 under 0.24: 0.16 GiB of pools of 4.8 and 4.5.
 - Qwen3.6-35B-A3B in NVFP4 on an RTX 5090 under WSL, five starts and a refusal we take for one:
   0.7 GiB, eager too, of which a dense model of texts has 0.1, are not explained. Some choose
@@ -121,12 +120,14 @@ def _predicted(row: Mapping[str, str]) -> ServingPrediction:
     gpu = find_target(row["gpu"])
     gpu = replace(gpu, memory_bytes=round(float(row["total_gib"]) * GiB))
     model = load_model(row["model"].removesuffix(QUANTISED_COPY))
-    settings = _pairs(row["settings"])
+    settings = {name: _value(value) for name, value in _pairs(row["settings"])}
+    is_expandable = bool(settings.pop("expandable_segments", False))  # of PyTorch's allocator
     run = RunConfig(
         model=model.name,
         phase="inference",
         serving=row["engine"],
-        serving_options=tuple(sorted((name, _value(text)) for name, text in settings)),
+        serving_options=tuple(sorted(settings.items())),
+        expandable_segments=is_expandable,
         context=int(row["context"]),
         precision="auto",
         quant=row["quant"],  # type: ignore[arg-type]

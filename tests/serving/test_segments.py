@@ -81,6 +81,15 @@ def test_releases_of_vllm_that_read_what_is_free_count_whole_segments() -> None:
     assert rests[0] == rests[3] > rests[1] == rests[2] > 50 * MiB
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+def test_expandable_segments_leave_no_more_than_one_page(in_use: bool) -> None:
+    rank = load_model("Qwen/Qwen2.5-7B-Instruct")
+    dtypes = resolve(rank, RunConfig(model=rank.name), A100).dtypes
+    assert isinstance(dtypes, Dtypes)
+    assert unused_bytes(rank, dtypes, in_use=in_use, expandable=True) <= 20 * MiB
+    assert unused_bytes(rank, dtypes, in_use=in_use) > 50 * MiB
+
+
 def test_a_rest_is_what_a_segment_has_beyond_a_matrix() -> None:
     """Of QwQ's o_proj, 12.5 MiB, its segment leaves 1.5 MiB cut off; of the others less is left."""
     rank = rank_model(load_model("Qwen/QwQ-32B"), 4)

@@ -7,6 +7,8 @@ import shlex
 from whichlora.serving.base import Served
 from whichlora.serving.product_dtypes import dtype_of
 
+# As vLLM reads it, too, where it sleeps: 0.28.0 v1/worker/gpu_worker.py:299.
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 HEAD_NODE = "HEAD_NODE"  # stands for the address of the first machine
 
 
@@ -27,7 +29,8 @@ def shell_command(
         renamed: words in place of an option, where its flag is not its name; {} is its value; empty
             where it has none.
     """
-    words = [start, shlex.quote(served.weights or served.model.name)]
+    words = [EXPANDABLE] if served.run.expandable_segments else []
+    words += [start, shlex.quote(served.weights or served.model.name)]
     words += [context, str(served.context), "--dtype", dtype_of(served)]
     for name, value in served.run.serving_options:
         flag = "--" + name.replace("_", "-")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from whichlora.memory.allocator_simulator import Allocator
+from whichlora.memory.allocator_simulator import Allocator, ExpandableAllocator
 from whichlora.memory.entries import Fact
 from whichlora.memory.weights import quantised_parts
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
@@ -32,11 +32,14 @@ UNUSED_SEGMENTS = Fact(
 )
 
 
-def unused_bytes(rank: ModelSpec, dtypes: Dtypes, *, in_use: bool = False) -> int:
+def unused_bytes(
+    rank: ModelSpec, dtypes: Dtypes, *, in_use: bool = False, expandable: bool = False
+) -> int:
     """What segments have beyond the weights of `rank`, which are allocated in their order.
 
     Args:
         in_use: only what the allocator counts as in use: up to 1 MiB of a block is not cut off.
+        expandable: segments are, so that blocks lie side by side.
 
     Norms share segments of 2 MiB, and towers are left out.
     Kind: exact for the tensors that are counted.
@@ -51,16 +54,19 @@ def unused_bytes(rank: ModelSpec, dtypes: Dtypes, *, in_use: bool = False) -> in
         (tuple(_tensors(group.layer, dtypes)), 1 if group.shared else group.count)
         for group in rank.groups
     )
-    reserved, allocated = _unused(tuple(tables), layers, tuple(head))
+    reserved, allocated = _unused(tuple(tables), layers, tuple(head), expandable)
     return allocated if in_use else reserved
 
 
 @lru_cache(maxsize=256)
 def _unused(
-    tables: tuple[int, ...], layers: tuple[tuple[tuple[int, ...], int], ...], head: tuple[int, ...]
+    tables: tuple[int, ...],
+    layers: tuple[tuple[tuple[int, ...], int], ...],
+    head: tuple[int, ...],
+    expandable: bool,
 ) -> tuple[int, int]:
     """What segments and what blocks in use have beyond the tensors."""
-    allocator, held = Allocator(), 0
+    allocator, held = ExpandableAllocator() if expandable else Allocator(), 0
     for sizes, count in ((tables, 1), *layers, (head, 1)):
         held += count * sum(sizes)
         for num_bytes in sizes * count:

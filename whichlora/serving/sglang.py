@@ -332,7 +332,8 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
     absorbed = between_latents(rank) * served.dtypes.compute_bytes
     entries = held_entries(served, stored, rotary_element_bytes=4)
-    entries.append(Entry(UNUSED_SEGMENTS, unused_bytes(stored, served.dtypes)))
+    rest = unused_bytes(stored, served.dtypes, expandable=served.run.expandable_segments)
+    entries.append(Entry(UNUSED_SEGMENTS, rest))
     entries += [joint_entry(served)] if served.options[DRAFTS] else []
     return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
 

@@ -91,6 +91,8 @@ def held_entries(served: Served, rank: ModelSpec) -> list[Entry]:
     """
     if not is_compiled(served) or served.libraries.older("vllm", CONSUMED_SINCE):
         return []
+    if served.run.expandable_segments:  # the rest of that block is given back
+        return []
     element_bytes = served.dtypes.compute_bytes
     workspace = allocator.workspace_bytes(served.gpu, training=False)
     state = max_num_batched_tokens(served) * rank.hidden_size * element_bytes

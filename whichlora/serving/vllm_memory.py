@@ -335,19 +335,27 @@ def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
             dtypes=_stored(served),
             times_positions=times_positions(served),
         )
-        rest = unused_bytes(rank, _stored(served), in_use=not _reads_free(served))
-        entries.append(Entry(UNUSED_SEGMENTS, rest))
+        entries.append(_rest_of_segments(served, rank))
         absorbed = absorbed_bytes(served, rank)
         return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
     by_triton = multiplies_by_triton(served)
     hidden, width = _ALIGNED_BY_TRITON if by_triton else _ALIGNED_EXPERTS
     rank = with_aligned_experts(rank, hidden=hidden, width=width)
     entries = held_entries(served, rank, rotary_element_bytes=4, dtypes=_stored(served))
-    rest = unused_bytes(rank, _stored(served), in_use=not _reads_free(served))
-    entries.append(Entry(UNUSED_SEGMENTS, rest))
+    entries.append(_rest_of_segments(served, rank))
     if by_triton:
         entries.append(Entry(SWIZZLED_EXPONENTS, swizzled_bytes(served, rank)))
     return entries
+
+
+def _rest_of_segments(served: Served, rank: ModelSpec) -> Entry:
+    rest = unused_bytes(
+        rank,
+        _stored(served),
+        in_use=not _reads_free(served),
+        expandable=served.run.expandable_segments,
+    )
+    return Entry(UNUSED_SEGMENTS, rest)
 
 
 def swizzled_bytes(served: Served, rank: ModelSpec) -> int:
@@ -540,6 +548,8 @@ def _unused_of_pass(served: Served, rank: ModelSpec, alive_bytes: int) -> list[E
     """
     libraries = served.libraries
     if libraries.older("vllm", "0.3.1") or not libraries.older("vllm", "0.6.4"):
+        return []
+    if served.run.expandable_segments:  # whose blocks lie side by side
         return []
     tokens, width = max_num_batched_tokens(served), served.dtypes.compute_bytes
     reserved = reserved_bytes(
