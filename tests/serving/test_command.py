@@ -64,7 +64,7 @@ def test_vllm_serves_the_texts_of_a_model_that_sees_without_its_tower_where_aske
         ]
         for run in (texts_alone, replace(RUN, model=reads), replace(RUN, model=sees))
     ]
-    assert weights[0] == pytest.approx(weights[1], rel=1e-4)  # positions differ
+    assert weights[0] == pytest.approx(weights[1], rel=0.01)  # positions differ
     assert weights[2] - weights[0] == 2 * 676_550_144
 
 
