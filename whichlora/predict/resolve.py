@@ -286,7 +286,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
 
 def _as_checkpoint(model: ModelSpec, quant: str | None) -> ModelSpec:
     """`model` whose matrices know which of them its checkpoint in `quant` leaves in 16 bit."""
-    if quant in PACKED_QUANTS:
+    if quant in PACKED_QUANTS or quant == stored_quant(model.config) == "fp8":
         return with_unpacked(model)
     is_stored_so = quant in BNB_QUANTS and stored_quant(model.config) in BNB_QUANTS
     return with_wide_modules(model) if is_stored_so else model
