@@ -262,6 +262,7 @@ def test_a_name_of_many_models_lists_eight(monkeypatch: pytest.MonkeyPatch) -> N
         ("Llama-3.1-8B-bnb-8bit", "meta-llama/Llama-3.1-8B", "bitsandbytes"),
         ("Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-32B", "fp8"),
         ("RedHatAI/Qwen3-32B-quantized.w4a16", "Qwen/Qwen3-32B", "compressed-tensors"),
+        ("Intel/Qwen3-32B-int4-AutoRound", "Qwen/Qwen3-32B", "auto-round 4"),
         ("RedHatAI/Qwen3-32B-NVFP4", "Qwen/Qwen3-32B", "compressed-tensors"),
         ("RedHatAI/Qwen3-32B-NVFP4A16", "Qwen/Qwen3-32B", "compressed-tensors"),
         ("nvidia/Qwen3-32B-FP4", "Qwen/Qwen3-32B", "modelopt"),

@@ -6,6 +6,10 @@ NO_SAY = "no say in what is predicted"
 KERNEL_CHOICE = "times are those of the default kernels"
 NO_NUMBER = "changes nothing that is predicted; leave it out"
 REPLICAS = "makes engines of their own: give the GPUs of one, and its share of concurrency"
+BESIDE_ENCODERS = (  # SGLang 0.5.10 server_args.py:3280
+    "is of a server whose images other servers encode, which is not predicted; leave it out: the "
+    "tower is loaded"
+)
 ALL_TO_ALL = "sets how states are exchanged; the default is predicted, which gathers; leave it out"
 DENSE_RANKS = "divides dense matrices in another way, which is not predicted; leave it out"
 REDUNDANT_EXPERTS = "holds experts twice, which is not predicted for this engine; leave it out"

@@ -22,6 +22,7 @@ from whichlora.serving.kernel_rates import EAGER_LAUNCH_S, FIRST_MARLIN_ROWS, TO
 from whichlora.serving.known_models import check_known, known_note, release_note
 from whichlora.serving.other_flags import (
     ALL_TO_ALL,
+    BESIDE_ENCODERS,
     CAPTURED_SIZES,
     DENSE_RANKS,
     DRAFT,
@@ -681,6 +682,7 @@ ENGINE = Engine(
     | dict.fromkeys(("moe_dense_tp_size", "enable_dp_lm_head", "moe_dp_size"), DENSE_RANKS)
     | dict.fromkeys(("ep_num_redundant_experts", "enable_eplb"), REDUNDANT_EXPERTS)
     | {"speculative_draft_model_path": DRAFT}
+    | dict.fromkeys(("language_only", "encoder_urls"), BESIDE_ENCODERS)
     | dict.fromkeys(
         ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
         NO_NUMBER,

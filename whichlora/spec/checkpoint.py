@@ -45,6 +45,9 @@ def stored_quant(config: Mapping[str, Any]) -> Quant | None:
             return "gptq-int8"
         case {"quant_method": "awq", "bits": 4}:
             return "awq-int4"
+        case {"quant_method": "auto-round", "bits": 4 | 8 as bits, **more}:
+            packing = str(more.get("packing_format", "gptq"))  # symmetric ones state none
+            return None if "gptq" not in packing else "gptq-int4" if bits == 4 else "gptq-int8"
         case {"quant_method": "mxfp4"}:
             return "mxfp4"
         case {"quant_method": "bitsandbytes", "load_in_8bit": True}:

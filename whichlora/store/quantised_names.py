@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+AUTOROUND_PACKING = "auto_round:auto_gptq"
 _GROUP = re.compile(r"(?:32|64|128)g|g(?:32|64|128)")
 _GGUF_TYPE = re.compile(r"q[2-8](_[0-9k]\w*)?|iq[1-4](_\w+)?")
 # Types that are no quantisation, with the precision that says the same of other files.
@@ -37,6 +38,16 @@ def _gptq(marks: Sequence[str]) -> StoredForm:
 def _awq(marks: Sequence[str]) -> StoredForm:
     config = {"quant_method": "awq", "bits": 4, **_group(marks)}
     return StoredForm("AWQ", "quant awq-int4", config)
+
+
+def _autoround(marks: Sequence[str]) -> StoredForm:
+    """Symmetric, and packed as GPTQ does, which engines load as such.
+
+    Source: intel/auto-round, `auto_round:auto_gptq`; vLLM 0.28.0 quantization/inc.
+    """
+    form = _gptq(marks)
+    config = {**(form.config or {}), "quant_method": "auto-round", "sym": True}
+    return StoredForm("AutoRound", form.instead, config | {"packing_format": AUTOROUND_PACKING})
 
 
 def _w4a16(marks: Sequence[str]) -> StoredForm:
@@ -134,6 +145,7 @@ _QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]],
     (re.compile(r"gptq"), _gptq),
     (re.compile(r"awq"), _awq),
     (re.compile(r"w4a16"), _w4a16),
+    (re.compile(r"autoround"), _autoround),
     (re.compile(r"fp8"), _fp8),
     (re.compile(rf"gguf|ggml|{_GGUF_TYPE.pattern}"), _gguf),
     (
