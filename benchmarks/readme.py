@@ -34,7 +34,7 @@ _BLOCK = re.compile(r"(<!-- OUTPUT: (whichlora [^\n]*) -->\n```text\n)(.*?)(```\
 
 
 def printed(command: str) -> str:
-    """What `command` prints where nobody measured anything, by a fork of a process that imported it."""
+    """What `command` prints where nobody measured anything, by a fork of one that imported it."""
     arguments = shlex.split(command)
     with tempfile.TemporaryDirectory() as empty:
         if "export" in arguments:
