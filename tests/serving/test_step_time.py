@@ -450,7 +450,8 @@ def test_ada_multiplies_fp8_in_blocks_by_triton_until_marlin_does() -> None:
     blocks, rows = "Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-32B"
     assert products_s("l40s", blocks, "0.20.0") > 1.05 * products_s("l40s", rows, "0.20.0")
     for gpu, release in (("l40s", "0.33.0"), ("l20-48gb", "0.20.0"), ("h100-sxm-80gb", "0.20.0")):
-        assert products_s(gpu, blocks, release) == products_s(gpu, rows, release)
+        same = pytest.approx(products_s(gpu, rows, release), rel=1e-3)  # scales of rows are more
+        assert products_s(gpu, blocks, release) == same
 
 
 def test_quantised_steps_of_0_6_2_wait_for_the_host_beyond_its_graphs() -> None:
