@@ -57,7 +57,7 @@ from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus, require_one_limit
 from whichlora.store.hub import load_model
 from whichlora.workflow.combinations import by_number, combinations, with_cards
-from whichlora.workflow.evaluation import with_evaluation, with_uncounted
+from whichlora.workflow.evaluation import at_least, with_evaluation, with_uncounted
 from whichlora.workflow.whole_training import Data, with_training
 
 MOST_COMPARED = 12  # predictions beside which those of the trainers' own defaults are made
@@ -76,7 +76,6 @@ def estimate(
     data: Data | None = None,
     eval_batch_size: int = 0,
     stated: Collection[str] | None = None,
-    is_lower_bound: bool = False,
 ) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
@@ -94,7 +93,6 @@ def estimate(
         data: what is learned, all of it; None predicts one step alone.
         eval_batch_size: rows that evaluations read at once, which the verdict counts.
         stated: names of settings that the user gave; of others the answers say what is assumed.
-        is_lower_bound: something that `notes` name is not counted, so that none surely fits.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
@@ -143,8 +141,6 @@ def estimate(
             else:
                 prediction = with_uncounted(prediction, eval_batch_size)
             said = (*notes, *of_nodes, *of_length)
-            if is_lower_bound and prediction.verdict == "fits":
-                prediction = replace(prediction, verdict="undecided", fits=False)
             predictions.append(_finished(prediction, cards, said, rates, stale[name]))
     return Answers(predictions, refused)
 
@@ -264,9 +260,16 @@ def _traced_once(
 
 
 def estimate_grid(
-    settings: Mapping[str, Sequence[Any]], gpus: Sequence[str] = ("auto",), **options: Any
+    settings: Mapping[str, Sequence[Any]],
+    gpus: Sequence[str] = ("auto",),
+    *,
+    is_lower_bound: bool = False,
+    **options: Any,
 ) -> Answers[Prediction]:
     """`estimate` of every combination of `settings`; a target may state its number: "2x3090".
+
+    Args:
+        is_lower_bound: something that notes name is not counted, so that nothing surely fits.
 
     Raises:
         ConfigError: as `estimate`, or settings that exclude each other.
@@ -276,6 +279,8 @@ def estimate_grid(
         for grid, types in by_number(settings, gpus)
     ]
     predictions = [prediction for answers in of_numbers for prediction in answers]
+    if is_lower_bound:
+        predictions = [at_least(prediction) for prediction in predictions]
     return Answers(
         with_ways_out(predictions, options.get("calibration_dir")),
         (refused for answers in of_numbers for refused in answers.refused),

@@ -1,4 +1,4 @@
-"""Where evaluations of a training, and not its steps, decide whether it fits."""
+"""Where something beside the steps of a training, such as evaluations, decides whether it fits."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ def with_evaluation(
 def with_uncounted(prediction: Prediction, rows: int) -> Prediction:
     """`prediction` with the note of `uncounted`."""
     return replace(prediction, notes=(*prediction.notes, *uncounted(prediction.run, rows)))
+
+
+def at_least(prediction: Prediction) -> Prediction:
+    """`prediction` of a run that takes more than is counted, which so never surely fits."""
+    if prediction.verdict != "fits":
+        return prediction
+    return replace(prediction, verdict="undecided", fits=False)
 
 
 def uncounted(run: RunConfig, rows: int) -> tuple[str, ...]:

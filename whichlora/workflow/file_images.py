@@ -59,6 +59,13 @@ def with_file_images(
     return {**settings, **changed}, (note,)
 
 
+def leaves_images_out(
+    settings: Mapping[str, list[Any]], imported: Imported, notes: Collection[str]
+) -> bool:
+    """Whether rows have images, as `notes` of `with_file_images` say, which are not counted."""
+    return bool(notes) and imported.shows_images and not settings.get("images", [0])[0]
+
+
 def _check_strategy(settings: Mapping[str, list[Any]]) -> None:
     """Raises: ConfigError: images are not predicted for the way that the model is divided."""
     name, numbers = settings.get("parallel", [None])[0], settings.get("gpus", [None])

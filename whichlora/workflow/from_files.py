@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports import import_files
+from whichlora.imports import Imported, import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.methods import list_methods
 from whichlora.parallel import strategy_options
 from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import number_in
-from whichlora.workflow.file_images import with_file_images
+from whichlora.workflow.file_images import leaves_images_out, with_file_images
 from whichlora.workflow.whole_training import FromFiles
 
 # Settings of the files that go with another one, and fall where the user gives that one.
@@ -89,27 +89,38 @@ def with_files(
             "pass --gpus, such as --gpus 4"
         )
     merged, of_images = with_file_images(merged, imported, stated)
-    uncounted = bool(of_images) and imported.shows_images and not merged.get("images", [0])[0]
     packed = any(FULL_ROWS in text for text in imported.assumed)
-    notes = [*of_images, *imported.notes]
+    left_open = _left_open(imported, merged, stated, says_number=says_number)
+    return merged, FromFiles(
+        notes=(*of_images, *imported.notes, *left_open),
+        packed=packed,
+        epochs=imported.epochs,
+        eval_batch_size=imported.eval_batch_size,
+        stated=frozenset({*imported.settings, *stated}),
+        is_lower_bound=imported.is_lower_bound or leaves_images_out(merged, imported, of_images),
+    )
+
+
+def _left_open(
+    imported: Imported,
+    merged: Mapping[str, list[Any]],
+    stated: Collection[str],
+    *,
+    says_number: bool,
+) -> list[str]:
+    """What neither the files nor the user say, and what is assumed."""
+    notes = []
     if not says_number:
         notes.append(
             f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
         )
-    if "seq_len" not in (imported.settings.keys() | stated):
+    if "seq_len" not in (imported.settings.keys() | {*stated}):
         (tokens, *_) = merged.get("seq_len", [RunConfig(model="").seq_len])
         notes.append(
             f"{imported.path}: does not say how long rows are; assumed: {tokens} tokens, or as "
             "many as the model looks up, or those of --data (--seq-len)"
         )
-    return merged, FromFiles(
-        notes=tuple(notes),
-        packed=packed,
-        epochs=imported.epochs,
-        eval_batch_size=imported.eval_batch_size,
-        stated=frozenset({*imported.settings, *stated}),
-        is_lower_bound=uncounted or imported.is_lower_bound,
-    )
+    return notes
 
 
 def _quantises(stated: Mapping[str, Sequence[Any]]) -> bool:
