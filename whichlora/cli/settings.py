@@ -129,7 +129,7 @@ _SETTINGS = (
         "optimizer",
         "auto",
         f"Optimizer ({', '.join(get_args(specs.Optimizer))}), also by the other names of "
-        "TrainingArguments; auto: theirs, adamw_torch_fused, or adamw_torch before torch 2.8 and "
+        "TrainingArguments; auto: theirs, adamw_torch_fused, adamw_torch before torch 2.8 or "
         "transformers 4.54.",
         _optimizers,
     ),
