@@ -204,7 +204,7 @@ def estimate(
         rates=load_rates(_path(prices), country),
         data=Data.asked(_data(data), _plain(samples), _plain(epochs), files),
         eval_batch_size=files.eval_batch_size,
-        stated={*(files.stated or asked), *(["seq_len"] if data is not None else [])},
+        stated=files.stated or asked.keys(),
         is_lower_bound=files.is_lower_bound,
     )
 

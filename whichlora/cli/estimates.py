@@ -38,9 +38,7 @@ from whichlora.spec.plan import Keeping
 from whichlora.text import visible
 
 if TYPE_CHECKING:
-    from whichlora.predict.largest import Size
     from whichlora.predict.life import Life
-    from whichlora.workflow.whole_training import FromFiles
 
 
 @click.command(cls=SpreadCommand)
@@ -133,7 +131,7 @@ def estimate(
         rates=rates_of(prices, country),
         data=Data.asked(data, samples, epochs, files),
         eval_batch_size=files.eval_batch_size,
-        stated=_stated(files, data, maximise),
+        stated=files.stated,
         is_lower_bound=files.is_lower_bound,
     )
     if as_json:
@@ -153,12 +151,6 @@ def estimate(
         for fault in faults:
             click.echo(visible(fault), err=True)
         sys.exit(EXIT_NOTHING_FITS)
-
-
-def _stated(files: FromFiles, data: str | None, maximise: Size | None) -> set[str]:
-    """Names of the settings that somebody gave, a length by its data, too."""
-    of_data = {"seq_len"} if data is not None or maximise == "seq_len" else set()
-    return {*(files.stated or ()), *of_data}
 
 
 @click.command(cls=SpreadCommand)

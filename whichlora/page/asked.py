@@ -29,6 +29,7 @@ class Asked:
         data: what is learned, if anybody said.
         eval_batch_size: rows that evaluations of the files read at once.
         is_lower_bound: the files leave something open that is not counted.
+        stated: names of the settings that somebody gave.
     """
 
     question: Question
@@ -37,6 +38,7 @@ class Asked:
     data: Data | None = None
     eval_batch_size: int = 0
     is_lower_bound: bool = False
+    stated: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, question: Question) -> Self:
@@ -46,9 +48,10 @@ class Asked:
             ConfigError: a fault of a file, or settings that exclude each other.
         """
         asked, files = settings(question), chosen_files(question)
-        if not files:
-            return cls(question=question, settings=asked, data=data(question))
         is_set = {field.name for field in stated(question)} & asked.keys()
+        if not files:
+            what = data(question)
+            return cls(question=question, settings=asked, data=what, stated=frozenset(is_set))
         merged, said = with_files(files, asked, is_set)
         what = data(question, said)
         return cls(
@@ -58,6 +61,7 @@ class Asked:
             data=what,
             eval_batch_size=said.eval_batch_size,
             is_lower_bound=said.is_lower_bound,
+            stated=said.stated or frozenset(is_set),
         )
 
     def predicted(self, gpus: Sequence[str], **options: Any) -> Answers[Prediction]:
@@ -73,6 +77,7 @@ class Asked:
             data=self.data,
             eval_batch_size=self.eval_batch_size,
             is_lower_bound=self.is_lower_bound,
+            stated=self.stated,
             **options,
         )
 

@@ -87,9 +87,8 @@ def estimate(
             that fits each accelerator, or 1 where nothing does; a note says which.
         notes: of every run, beside those of its prediction.
         rates: prices and electricity; None are those of the tables.
-        engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
-            without storage, in seconds per run; "auto" is "trace" for models that the ledger does
-            not know.
+        engine: "ledger" adds up what lives; "trace" runs the real code on tensors without storage,
+            in seconds per run; "auto" is "trace" for models that the ledger does not know.
         data: what is learned, all of it; None predicts one step alone.
         eval_batch_size: rows that evaluations read at once, which the verdict counts.
         stated: names of settings that the user gave; of others the answers say what is assumed.
@@ -106,6 +105,7 @@ def estimate(
     predictor = Predictor()
     predictions: list[Prediction] = []
     asked, refused = _apart(runs)
+    stated = _with_length(stated, data, maximise)
     advised = partial(_with_assumed, predictor, stated, len(asked) * len(targets))
     for run in asked:
         if run.model not in models:
@@ -143,6 +143,14 @@ def estimate(
             said = (*notes, *of_nodes, *of_length)
             predictions.append(_finished(prediction, cards, said, rates, stale[name]))
     return Answers(predictions, refused)
+
+
+def _with_length(
+    stated: Collection[str] | None, data: Data | None, maximise: Size | None
+) -> Collection[str] | None:
+    """`stated`, and the length where the data or a search says it."""
+    has_length = (data is not None and bool(data.path)) or maximise == "seq_len"
+    return stated if stated is None or not has_length else {*stated, "seq_len"}
 
 
 def _apart(runs: Iterable[RunConfig | Refused]) -> tuple[list[RunConfig], list[Refused]]:
