@@ -778,7 +778,7 @@ def test_a_training_that_was_stopped_goes_on_and_one_that_ended_is_not_repeated(
         "(out / 'result.json').write_text('{\"train_s\": 3.0}')"
     )
     command = [sys.executable, "-c", job, str(tmp_path / "out")]
-    monkeypatch.setattr("whichlora.exports.train_script.train_command", lambda *_: command)
+    monkeypatch.setattr("whichlora.exports.launch.train_command", lambda *_: command)
     config = write_config(tmp_path, profile="none")
     config.write_text(config.read_text() + "train: true\n")
     for expected, starts in ((2, "[]"), (0, "[]['--resume']"), (0, "[]['--resume']")):
@@ -795,7 +795,7 @@ def test_a_training_that_fails_costs_nobody_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = [sys.executable, "-c", "raise OSError('no weights here')"]
-    monkeypatch.setattr("whichlora.exports.train_script.train_command", lambda *_: failing)
+    monkeypatch.setattr("whichlora.exports.launch.train_command", lambda *_: failing)
     config = write_config(tmp_path, profile="none")
     config.write_text(config.read_text() + "train: true\n")
     result = CliRunner().invoke(main, ["run", str(config)])
