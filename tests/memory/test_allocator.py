@@ -96,3 +96,10 @@ def test_a_torch_before_lazy_loading_holds_every_kernel() -> None:
     since = allocator.context_bytes(v100, Libraries(torch="1.13"))
     assert since == allocator.context_bytes(v100, Libraries()) < before / 3
     assert allocator.context_bytes(CPU, Libraries(torch="1.10.1")) == 0
+
+
+def test_a_pinned_block_is_a_power_of_two() -> None:
+    """129.5 MB took 256 MiB: pytorch issue 150517."""
+    weight = 18944 * 3584 * 2
+    assert allocator.pinned_remainder_bytes(weight) == 256 * MiB - weight
+    assert [allocator.pinned_remainder_bytes(size) for size in (0, 1, 4, 5)] == [0, 0, 0, 3]

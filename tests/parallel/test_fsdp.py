@@ -191,7 +191,7 @@ def test_version_1_keeps_shards_of_gradients_on_the_gpu_to_the_end_of_the_backwa
     # it pins a buffer for the gradient of every weight, frozen ones too
     frozen = 2 * MODEL.num_params / 4
     more = first.several_gpus.ranks[0].host_bytes - second.several_gpus.ranks[0].host_bytes
-    assert more == pytest.approx(frozen, rel=0.05)
+    assert frozen < more < 1.2 * frozen  # a vector of a layer is pinned as a power of two
 
 
 def test_the_trainer_is_told_to_offload_with_a_backend_for_the_host() -> None:

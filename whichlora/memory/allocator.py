@@ -54,6 +54,26 @@ def kernel_workspace_bytes(gpu: GpuSpec, dtypes: Dtypes) -> int:
     return dtypes.kernel_buffers * gpu.backend.workspace_bytes(gpu.compute_capability)
 
 
+PINNED_REMAINDERS = Fact(
+    part="temporary",
+    what="pinned blocks: what they are larger than their tensors",
+    shape="[the next power of two]",
+    dtype="bytes",
+    why="the allocator of pinned host memory rounds each request up",
+    source="torch 2.13 CachingHostAllocator.h PowerOf2Ceil; pytorch issues 95823, 150517",
+)
+
+
+def pinned_remainder_bytes(num_bytes: Count) -> int:
+    """What a block of pinned host memory is larger than its tensor: the next power of two.
+
+    So since torch 1.11, unless `pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF says less.
+    Kind: exact. Source: torch 2.13 `ATen/core/CachingHostAllocator.h`, `PowerOf2Ceil`.
+    """
+    size = int(num_bytes)
+    return (1 << (size - 1).bit_length()) - size if size > 0 else 0
+
+
 def splits_all(gpu: GpuSpec, *, expandable: bool) -> bool:
     """Whether no block is larger than what was asked, 512 bytes apart."""
     return gpu.backend.allocator != "segments" or expandable

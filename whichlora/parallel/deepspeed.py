@@ -14,6 +14,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.memory import moments as one_device
 from whichlora.memory import optimizer
+from whichlora.memory.allocator import PINNED_REMAINDERS, pinned_remainder_bytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
@@ -683,16 +684,31 @@ def _device_buffer(part: Partitioned) -> tuple[Entry, ...]:
 
 
 def on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
-    """What stages 1 and 2 keep on the host where the optimizer is offloaded."""
+    """What stages 1 and 2 keep on the host where the optimizer is offloaded.
+
+    All but the states is pinned. Kind: exact, of the gradients of earlier micro-steps an estimate:
+    large parameters are evenly spread. Source: deepspeed 0.19.8 `stage_1_and_2.py`
+    `weights_partition`, `initialize_optimizer_states`, `buffer_to_accumulate_to_in_cpu`.
+    """
     if not offloads(spread, "optimizer"):
         return ()
     part = Partitioned(rank.step, spread)
-    gradients = part.largest_trained + part.whole * rank.step.accumulates
+    accumulates = rank.step.accumulates
+    gradients = part.largest_trained + part.whole * accumulates
+    masters = [group.partition * MASTER_BYTES for group in part.groups]
+    blocks = [*masters, *masters, *(group.partition * part.width for group in part.groups)]
+    rest = sum(map(pinned_remainder_bytes, [*blocks, part.largest_trained * part.width]))
+    kept = sum(  # `accumulated_grads_in_cpu`, one of each parameter that the partition touches
+        int(tensor.count) * pinned_remainder_bytes(tensor.num_params * part.width)
+        for tensor in part.step.tensors
+    )
+    total = sum(tensor.num_params * tensor.count for tensor in part.step.tensors)
     return (
         Entry(HOST_MASTER, 2 * MASTER_BYTES * part.elements),
         Entry(HOST_STATES, part.states),
         Entry(HOST_BUFFER, part.elements * part.width),
         Entry(HOST_GRADIENT, gradients * part.width),
+        Entry(PINNED_REMAINDERS, rest + accumulates * kept * part.whole // total),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whichlora.memory import loss, optimizer
+from whichlora.memory.allocator import PINNED_REMAINDERS, pinned_remainder_bytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import ADAPTERS, FROZEN_ADAPTERS, SAVED_MODULES
 from whichlora.memory.moments import LAYER_BACKWARD, LAYER_FORWARD
@@ -118,7 +119,27 @@ def host_entries(sharding: Sharding) -> tuple[Entry, ...]:
         )
     else:
         gradients = sum(count * unit.gradient_shard(size) for unit, count in sharding.units.all())
-    return (*shards(sharding), Entry(GRADIENT_SHARDS, gradients))
+    rest = sum(count * _pinned_remainders(unit, size) for unit, count in sharding.units.all())
+    return (
+        *shards(sharding),
+        Entry(GRADIENT_SHARDS, gradients),
+        Entry(PINNED_REMAINDERS, rest),
+    )
+
+
+def _pinned_remainders(unit: Unit, size: int) -> int:
+    """Of the shares of one unit and of their gradients: of each parameter, or of the flat one.
+
+    Kind: exact. Source: torch 2.13 `FSDPParam._init_sharded_param`, `foreach_reduce`, whose copy
+    to the host `_to_copy` pins as it is `non_blocking`; version 1 `init_flat_param_attributes`.
+    """
+    if any(parameter.flat for parameter in unit.parameters):
+        flat = sum(p.shard(size) * p.rest_bytes for p in unit.parameters)
+        return 2 * pinned_remainder_bytes(flat)
+    return sum(
+        (1 + p.trained) * p.count * pinned_remainder_bytes(p.shard(size) * p.rest_bytes // p.count)
+        for p in unit.parameters
+    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from operator import itemgetter
 
 from whichlora.errors import ConfigError
 from whichlora.memory import optimizer
+from whichlora.memory.allocator import PINNED_REMAINDERS, pinned_remainder_bytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained, base_tensors
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
@@ -127,7 +128,14 @@ HOST_PARAMETERS = Fact(
     why="offload: params",
     source="deepspeed 0.19.8 Init(remote_device)",
 )
-
+FIRST_PARTITIONS = Fact(
+    part="weights",
+    what="partition of each parameter before they were joined",
+    shape="[num_params / ranks]",
+    dtype="of the parameter",
+    why="zero.Init pins each; freed blocks of pinned memory stay with the allocator",
+    source="deepspeed 0.19.8 Init._partition_param, _move_to_flat_buffer",
+)
 
 SMALL, CONTAINER = -1, -2  # keys of modules that have no parameter to gather
 
@@ -717,19 +725,67 @@ def _on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
     step = rank.step
     part = partitioned(step, spread)
     entries: list[Entry] = []
+    blocks: list[Count] = []
     if deepspeed.offloads(spread, "optimizer"):
         entries += [
             Entry(deepspeed.HOST_MASTER, 2 * deepspeed.MASTER_BYTES * part.elements),
             Entry(deepspeed.HOST_STATES, part.states),
             Entry(GRADIENT_PARTITION, part.elements * part.width),
         ]
+        groups = sub_groups(step, spread, part)
+        blocks = [part.elements * part.width, *(deepspeed.MASTER_BYTES * size for size in groups)]
     if deepspeed.offloads(spread, "params"):
         held = deepspeed.stored_entries(step)
         scales = quantised_state_bytes(step.model, step.dtypes, codes=False)
         total: Count = sum(ceil_div(entry.num_bytes, spread.size) for entry in held)
         total = total - ceil_div(scales, spread.size)
         entries.append(Entry(HOST_PARAMETERS, total))
+        blocks += [group.partition * part.width for group in part.groups]
+        first = first_partitions(step, spread)
+        if step.method.trains_base:
+            entries.append(Entry(FIRST_PARTITIONS, sum(first)))
+        blocks += first
+    if blocks:
+        entries.append(Entry(PINNED_REMAINDERS, sum(map(pinned_remainder_bytes, blocks))))
     return tuple(entries)
+
+
+def first_partitions(step: TrainingStep, spread: Spread) -> list[int]:
+    """Bytes of a rank's share of each parameter, as `zero.Init` pins them one by one.
+
+    Those of trained parameters are copied into one flat buffer, and their blocks stay with the
+    allocator. Small parameters stay on the GPU.
+    Kind: exact, of layers whose matrices are parameters. Source: deepspeed 0.19.8
+    `Init._partition_param`, `_move_to_flat_buffer`; torch 2.13 `CachingHostAllocator.h`, `free`.
+    """
+    threshold = persistence_threshold(step, spread)
+    width = dict(element_widths(step))
+    of_key = {key: size for _, key, size in gathered_modules(step) if size > threshold}
+    return [
+        ceil_div(size, spread.size) * width.get(key, step.dtypes.base_bytes)
+        for key, size in of_key.items()
+    ]
+
+
+def sub_groups(step: TrainingStep, spread: Spread, part: Partitioned) -> tuple[Count, ...]:
+    """Elements of each group that one update takes, each with a gradient of its own on the host.
+
+    Kind: exact but for the order of a layer's own matrices. Source: deepspeed 0.19.8
+    `_create_fp16_sub_groups`, `initialize_optimizer_states`.
+    """
+    if not step.method.trains_base:
+        return (part.elements,)
+    limit = int(spread.options["sub_group_size"])  # type: ignore[arg-type]
+    sizes: list[int] = []
+    for group in deepspeed.parameter_order(step):
+        elements = 0
+        for size in group:
+            elements += ceil_div(size, spread.size)
+            if elements >= limit:
+                sizes.append(elements)
+                elements = 0
+        sizes += [elements] if elements else []
+    return tuple(sizes)
 
 
 def saving(rank: RankKind, spread: Spread) -> Saving:
