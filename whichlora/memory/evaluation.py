@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from whichlora.memory import allocator, gradients, lasting, loss, moments, optimizer, weights
@@ -31,7 +32,9 @@ LAST_STATES = Fact(
 )
 
 
-def evaluation_moments(checkpointed: TrainingStep) -> dict[str, tuple[Entry, ...]]:
+def evaluation_moments(
+    checkpointed: TrainingStep, of_rank: Mapping[str, tuple[Entry, ...]] | None = None
+) -> dict[str, tuple[Entry, ...]]:
     """What is alive in a layer's forward and in the loss of an evaluation.
 
     Gradients are None by then, nothing is kept for a backward, and no cache of keys is held.
@@ -42,20 +45,30 @@ def evaluation_moments(checkpointed: TrainingStep) -> dict[str, tuple[Entry, ...
 
     Args:
         checkpointed: the same run with gradient checkpointing, whose layers run their forward
-            without a graph.
+            without a graph; it accumulates no gradients.
+        of_rank: its moments as a strategy divides them, whose own tensors are alive, too.
     """
     # without a graph nobody saves the tanh of capped logits
     uncapped = replace(checkpointed, model=replace(checkpointed.model, logit_softcap=None))
-    counted = training_ledger(uncapped).moments
+    alone = training_ledger(uncapped, is_spread=of_rank is not None).moments
+    known = {entry.fact for entries in alone.values() for entry in entries}
+    counted = alone if of_rank is None else of_rank
     hidden_bytes = checkpointed.model.hidden_size * checkpointed.dtypes.stream_bytes
     last = Entry(LAST_STATES, checkpointed.tokens * hidden_bytes)
-    copies = tuple(x for x in counted["loss_forward"] if x.fact is moments.AUTOCAST_COPIES)
+    copies = tuple(x for x in counted.get("loss_forward", ()) if x.fact is moments.AUTOCAST_COPIES)
     alive = {}
     for moment, fact in _OF_A_MOMENT.items():
-        entries = [x for x in counted[moment] if x.fact in _LASTING or x.fact is fact]
+        if moment not in counted:  # a stage of a pipeline that has no loss
+            continue
+        entries = [
+            x
+            for x in counted[moment]
+            if x.fact in _LASTING or x.fact is fact or x.fact not in known
+        ]
         alive[moment] = (*entries, *copies)
-    adapted = Entry(loss.ADAPTED_FORWARD, checkpointed.evaluated_head_bytes)
-    alive["loss_forward"] = (*alive["loss_forward"], last, adapted)
+    if "loss_forward" in alive:
+        adapted = Entry(loss.ADAPTED_FORWARD, checkpointed.evaluated_head_bytes)
+        alive["loss_forward"] = (*alive["loss_forward"], last, adapted)
     return alive
 
 

@@ -10,9 +10,17 @@ from typing import Any
 
 from whichlora.memory.allocator import context_bytes
 from whichlora.memory.checkpoint import CheckpointBytes, checkpoint_bytes
-from whichlora.memory.evaluation import evaluation_bytes
+from whichlora.memory.evaluation import evaluation_bytes, evaluation_moments
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.quantities import of_each_source, training_step, update_of
+from whichlora.predict.judged import judge_moments
+from whichlora.predict.judgement import MemoryJudgement
+from whichlora.predict.quantities import (
+    by_part,
+    of_each_source,
+    rank_kinds,
+    training_step,
+    update_of,
+)
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Count, Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping
@@ -107,11 +115,42 @@ def evaluation_seconds(
     )
 
 
+def evaluation_of_ranks(
+    job: ResolvedRun, calibration: Calibration, **sizes: Count
+) -> MemoryJudgement:
+    """Device memory of an evaluation on several GPUs, of the rank that needs most.
+
+    What a strategy gathers, and keeps for the steps, is there as in a forward of training.
+    Kind: estimate. Source: `evaluation_moments`.
+
+    Args:
+        sizes: of `ResolvedRun.size_names`, in place of the run's own.
+    """
+    run = replace(
+        job.run, gradient_checkpointing=True, lora_dropout=0.0, gradient_accumulation_steps=1
+    )
+    uncapped = replace(job.model, logit_softcap=None)
+    evaluated = replace(job, run=run, model=uncapped)
+    layout = evaluated.layout
+    assert layout is not None
+    kinds = rank_kinds(evaluated, **sizes)
+    ledgers = [layout.ledger(kind) for kind in kinds]
+    moments = {
+        f"{kind.name}: {name}": entries
+        for kind, counted in zip(kinds, ledgers, strict=True)
+        for name, entries in evaluation_moments(kind.step, counted.moments).items()
+    }
+    most = replace(ledgers[0], moments=moments, idle_bytes=0)
+    return judge_moments(evaluated, by_part(evaluated, most), calibration)
+
+
 def evaluation_peak_bytes(job: ResolvedRun, calibration: Calibration, *, width: int) -> int:
     """Device memory of an evaluation whose longest batch is `width` tokens long.
 
     The ratio of measured to counted bytes is that of training. Kind: estimate.
     """
+    if job.layout is not None:
+        return int(evaluation_of_ranks(job, calibration, seq_len=width).device_used_bytes)
     run = replace(job.run, gradient_checkpointing=True, lora_dropout=0.0)
     alive = evaluation_bytes(training_step(replace(job, run=run), seq_len=width))
     mean = calibration.memory.mean
@@ -148,9 +187,7 @@ def besides(
     written = num_checkpoints(keeping, num_steps=num_steps)
     each = bytes_of_checkpoint(job)
     passes = num_evaluations(keeping, num_steps=num_steps, epochs=epochs) if widths else 0
-    peak = None  # of several GPUs it is not modelled
-    if widths and job.layout is None:
-        peak = evaluation_peak_bytes(job, calibration, width=max(widths))
+    peak = evaluation_peak_bytes(job, calibration, width=max(widths)) if widths else None
     is_known = job.gpu.is_timed or not widths
     seconds = evaluation_seconds(job, calibration, widths) if is_known else math.nan
     return Besides(

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.life import StageUse, life_of
+from whichlora.predict.evaluation_and_saving import evaluation_of_ranks
+from whichlora.predict.life import life_of
+from whichlora.predict.predict import verdict
+from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
@@ -22,15 +25,13 @@ _ORDER: tuple[Verdict, ...] = ("fits", "undecided", "fails")
 def with_evaluation(
     prediction: Prediction, model: ModelSpec, gpu: GpuSpec, calibration: Calibration, rows: int
 ) -> Prediction:
-    """`prediction`, whose verdict counts evaluations of `rows` rows, with a note of them.
-
-    They are known of one GPU.
-    """
+    """`prediction`, whose verdict counts evaluations of `rows` rows, with a note of them."""
     if not _reads_more(prediction.run, rows):
         return prediction
-    most = _evaluating(prediction.run, model, gpu, calibration, rows)
-    if most is None:
+    known = _evaluating(prediction.run, model, gpu, calibration, rows)
+    if known is None:
         return with_uncounted(prediction, rows)
+    most, fits = known
     if most.device_used_bytes <= prediction.memory.device_used_bytes:
         note = f"{_read(prediction.run, rows)}; the verdict counts it"
         return replace(prediction, notes=(*prediction.notes, note))
@@ -40,13 +41,9 @@ def with_evaluation(
     )
     return replace(
         prediction,
-        verdict=max(prediction.verdict, most.verdict, key=_ORDER.index),
-        fits=prediction.fits and most.verdict == "fits",
-        evaluation=EvaluationMemory(
-            batch_size=rows,
-            device_used_bytes=most.device_used_bytes,
-            interval_bytes=most.interval_bytes,
-        ),
+        verdict=max(prediction.verdict, fits, key=_ORDER.index),
+        fits=prediction.fits and fits == "fits",
+        evaluation=most,
         notes=(*prediction.notes, note),
     )
 
@@ -78,9 +75,21 @@ def _read(run: RunConfig, rows: int) -> str:
 
 def _evaluating(
     run: RunConfig, model: ModelSpec, gpu: GpuSpec, calibration: Calibration, rows: int
-) -> StageUse | None:
-    """What evaluations of `rows` rows take; None where it is not known."""
+) -> tuple[EvaluationMemory, Verdict] | None:
+    """What evaluations of `rows` rows take, and whether they fit; None where it is not known."""
+    run = replace(run, batch_size=rows)
     with contextlib.suppress(ConfigError):
-        lived = life_of(model, replace(run, batch_size=rows), gpu, calibration, LifeConfig())
-        return next((stage for stage in lived.stages if stage.name == _EVALUATION), None)
+        if not run.parallel.is_one_device:
+            judged = evaluation_of_ranks(resolve(model, run, gpu), calibration)
+            least, low, high = (int(bound) for bound in judged.bounds())
+            used = int(judged.device_used_bytes)
+            return _memory(rows, used, (low, high)), verdict(least, high, gpu.memory_bytes)
+        lived = life_of(model, run, gpu, calibration, LifeConfig())
+        for stage in lived.stages:
+            if stage.name == _EVALUATION:
+                return _memory(rows, stage.device_used_bytes, stage.interval_bytes), stage.verdict
     return None
+
+
+def _memory(rows: int, used: int, interval: tuple[int, int]) -> EvaluationMemory:
+    return EvaluationMemory(batch_size=rows, device_used_bytes=used, interval_bytes=interval)
