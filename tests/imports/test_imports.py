@@ -418,6 +418,11 @@ def test_llamafactory_with_deepspeed(tmp_path: Path) -> None:
     note = "deepspeed: the file is not here; assumed: the one of this name in the tool"
     assert any(note in each for each in of_the_tool.notes)
     assert not any(note in each for each in prediction.notes)
+    assert dict(of_the_tool.run.parallel.options)["overlap_comm"] is False
+    older = {"libraries": {"transformers": "4.46.1"}}
+    (then,) = estimate(gpu=GPU, gpus=4, from_file=paths[:1], **older)
+    assert dict(then.run.parallel.options)["overlap_comm"] is True
+    assert any("of before 2025-03, with overlap_comm" in each for each in then.notes)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3_bf16", "zero3_bf16_cpuoffload_all"])
@@ -900,11 +905,12 @@ def test_an_evaluation_of_more_rows_at_once_than_a_step_is_told(
     placed = where(from_file=path, gpu=GPU)[0].prediction
     assert placed is not None
     explained = explain(from_file=path, gpu=GPU).prediction
-    for notes in (spread.notes, unequal.notes, placed.notes, explained.notes):
+    for notes in (unequal.notes, placed.notes, explained.notes):
         assert (f"{said}, which is not counted here" in notes) is (rows > 2)
     assert (f"{said}; the verdict counts it" in alone.notes) is (rows == 3)
     decides = f"evaluation decides: {rows} rows at once take"
-    assert any(note.startswith(decides) for note in alone.notes) is (rows == 8)
+    for counted in (alone, spread):
+        assert any(note.startswith(decides) for note in counted.notes) is (rows == 8)
     assert not any("evaluation reads" in note for note in wider.notes)
 
 

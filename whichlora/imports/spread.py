@@ -26,6 +26,10 @@ _WRAPS = {"TRANSFORMER_BASED_WRAP": "transformer_auto_wrap_policy"}
 # accelerate 1.15, `ShardingStrategy` of FSDP 1 by number
 _SHARDS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
 OF_TOOL = "the file is not here; assumed: the one of this name in the tool"
+# LLaMA-Factory's files until 2025-03-07 (0.9.2, pull request 7205) and ms-swift's until 2025-03-24
+# (3.3.0, "compat transformers 4.50") had overlap_comm true.
+_OVERLAPPED_BEFORE = "4.50"
+ONCE_OVERLAPPED = "before 2025-03 it set overlap_comm: --libraries transformers=4.49"
 _ON = ("true", "1", "yes")
 
 
@@ -141,8 +145,13 @@ def _content(keys: Keys, launch: Launch, name: str) -> Mapping[str, Any]:
         zero = launch.deepspeed_configs.get(PurePosixPath(name).stem)
         if zero is None:
             raise
-    keys.assume("deepspeed", OF_TOOL)
-    return {"zero_optimization": zero}
+    if zero.get("overlap_comm", True):
+        keys.assume("deepspeed", OF_TOOL)
+        return {"zero_optimization": zero}
+    overlaps = launch.libraries.older("transformers", _OVERLAPPED_BEFORE)
+    then = "of before 2025-03, with overlap_comm" if overlaps else ONCE_OVERLAPPED
+    keys.assume("deepspeed", f"{OF_TOOL}; {then}")
+    return {"zero_optimization": {**zero, "overlap_comm": overlaps}}
 
 
 def _words(value: Any) -> tuple[str, ...]:
