@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.parallel import list_strategies
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.parallel_choice import (
+    _why_none,
     best_first,
     best_spread,
     candidates,
@@ -160,6 +162,23 @@ def test_what_most_strategies_refuse_is_said_alone() -> None:
     run = RunConfig(model="m", parallel=ParallelConfig(strategy="auto", gpus=4))
     with pytest.raises(ConfigError, match=r"^interconnect: 'warp'$"):
         best_first(run, refuse)
+
+
+def test_few_reasons_are_said_once_each_and_those_of_the_run_first() -> None:
+    """A GRPO whose engine is too small was refused in a line of 3,700 characters."""
+
+    def refuse(run: RunConfig) -> Prediction:
+        if run.parallel.strategy in ("ddp", "zero1"):
+            raise ConfigError("trainer: the engine is too small")
+        raise ConfigError(f"parallel: not for {run.parallel.strategy}")
+
+    run = RunConfig(model="m", parallel=ParallelConfig(strategy="auto", gpus=4))
+    with pytest.raises(ConfigError, match=r"^trainer: the engine is too small$"):
+        best_first(run, refuse)
+    reasons = Counter({f"parallel: not for {name}": 1 for name in "abcde"})
+    assert _why_none(reasons) == (
+        "parallel: not for a; parallel: not for b; parallel: not for c; and 2 more reasons"
+    )
 
 
 def test_in_an_unknown_time_all_gpus_compute() -> None:

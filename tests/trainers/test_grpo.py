@@ -159,7 +159,7 @@ def test_a_step_of_several_gpus_waits_for_the_answers_too() -> None:
 
 
 def test_answers_of_a_divided_model_are_refused_unless_another_machine_writes_them() -> None:
-    with pytest.raises(ConfigError, match="every GPU has all of its weights, got zero3; use one"):
+    with pytest.raises(ConfigError, match="every GPU has all of its weights; use one"):
         predict(MODEL, on_gpus("zero3").run, A100, prior_calibration(A100))
     elsewhere = on_gpus("zero3", options={"use_vllm": True, "vllm_mode": "server"})
     assert predict(MODEL, elsewhere.run, A100, prior_calibration(A100)).several_gpus

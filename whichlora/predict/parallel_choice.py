@@ -19,6 +19,8 @@ from whichlora.units import format_bytes, format_count
 
 ON_CHOICE = (f"parallel {AUTO} ", "instead ")  # how notes begin that say why, and what else
 MOST_RUNNERS_UP = 3  # in notes, one line each
+MOST_REASONS = 3  # of a refusal, in its line
+_OF_STRATEGY = "parallel: "  # how a refusal begins that a strategy makes
 # Share of a step that its links may take where no strategy that divides the model can be faster:
 # its GPUs compute no more in a second, and send more.
 _HARDLY_WAITS = 0.05
@@ -84,12 +86,23 @@ def best_first(
         if _is_settled(accepted, tries_model=number > 0):
             break
     if not accepted:
-        reasons = refusals.most_common()
-        reason, number = reasons[0]
-        if 2 * number > refusals.total():  # what most of them refuse was asked wrongly
-            raise ConfigError(reason)
-        raise ConfigError("; ".join(reason for reason, _ in reasons))
+        raise ConfigError(_why_none(refusals))
     return in_order(accepted)
+
+
+def _why_none(refusals: Counter[str]) -> str:
+    """Why no strategy accepts a run: each reason once, and no more than three.
+
+    That a strategy is not for this run at all says nothing where another is refused otherwise.
+    """
+    of_run = Counter({r: n for r, n in refusals.items() if not r.startswith(_OF_STRATEGY)})
+    told = (of_run or refusals).most_common()
+    reason, number = told[0]
+    if 2 * number > (of_run or refusals).total():  # what most of them refuse was asked wrongly
+        return reason
+    more = len(told) - MOST_REASONS
+    first = "; ".join(reason for reason, _ in told[:MOST_REASONS])
+    return f"{first}; and {more} more reasons" if more > 0 else first
 
 
 def in_order(spreadings: Iterable[Spreading[OfRun]]) -> tuple[Spreading[OfRun], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -34,15 +35,18 @@ def check_rollout(job: ResolvedRun) -> None:
         whole = ", ".join(name for name, each in list_strategies().items() if each.keeps_weights)
         raise ConfigError(
             f"parallel: the answers that {job.trainer.name} lets the model write are predicted "
-            f"where every GPU has all of its weights, got {job.run.parallel.strategy}; use one of "
-            f"{whole}, or vllm_mode server"
+            f"where every GPU has all of its weights; use one of {whole}, or vllm_mode server"
         )
-    pool, copied = rollout.pool_share * job.gpu.memory_bytes, 2 * job.model.num_params
+    device_bytes, copied = job.gpu.memory_bytes, 2 * job.model.num_params
+    pool = rollout.pool_share * device_bytes
     if 0 < pool <= copied:
+        least = math.ceil(100 * copied / device_bytes) / 100
+        way = f"give vllm_gpu_memory_utilization above {least:g}, or let generate write them"
+        if least >= 1:
+            way = f"the GPU has {format_bytes(device_bytes)}: let generate write them, or a server"
         raise ConfigError(
             f"trainer: the engine that writes answers takes {rollout.pool_share:.0%} of the GPU, "
-            f"{format_bytes(int(pool))}, and its copy of the weights {format_bytes(copied)}; give "
-            "it a larger share, or let generate write them"
+            f"{format_bytes(int(pool))}, and its copy of the weights {format_bytes(copied)}; {way}"
         )
 
 
