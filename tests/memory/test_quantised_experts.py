@@ -15,6 +15,7 @@ from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import predict
 from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 
@@ -80,3 +81,13 @@ def test_where_it_means_nothing_it_is_refused(changes: dict[str, Any], message: 
     run = replace(QLORA, **changes)
     with pytest.raises(ConfigError, match=f"quantize_moe_experts: .*{message}"):
         resolve(load_model(run.model), run, A100)
+
+
+def test_on_several_gpus_no_matrix_of_it_is_cut() -> None:
+    whole, halves = (
+        peak(parallel=ParallelConfig(strategy=name, gpus=2)) for name in ("ddp", "device-map")
+    )
+    assert peak() < whole < 1.1 * peak()
+    assert halves < 0.65 * whole
+    with pytest.raises(ConfigError, match=r"^parallel: quantize_moe_experts .*ddp, device-map"):
+        peak(parallel=ParallelConfig(strategy="fsdp", gpus=2))

@@ -10,7 +10,7 @@ from whichlora.families.experts import with_expert_modules, with_named_experts
 from whichlora.families.gemma import without_caps
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
-from whichlora.parallel import get_strategy
+from whichlora.parallel import get_strategy, list_strategies
 from whichlora.parallel.layout import Layout
 from whichlora.predict.defaults import with_open_settings, with_precision
 from whichlora.predict.images import with_images, with_lengths
@@ -633,10 +633,20 @@ def _check_experts(model: ModelSpec, run: RunConfig) -> None:
     for is_wrong, message in (
         (run.quant not in FOUR_BIT_BNB, f"is for 4-bit weights, got quant {run.quant}"),
         (not bare, f"{model.name} has no experts in one parameter"),
-        (run.parallel.gpus > 1, f"is predicted on one GPU, got {run.parallel.gpus}"),
     ):
         if is_wrong:
             raise ConfigError(f"quantize_moe_experts: {message}; leave it out")
+    # what codes of experts are under a strategy that cuts weights was not looked at
+    whole = [
+        name
+        for name, each in list_strategies().items()
+        if each.keeps_weights or each.order == "one after the other"
+    ]
+    if run.parallel.gpus > 1 and not set(run.parallel.names) <= set(whole):
+        raise ConfigError(
+            "parallel: quantize_moe_experts is predicted where no matrix is cut; use one of "
+            f"{', '.join(whole)}"
+        )
 
 
 def as_stored(model: ModelSpec, run: RunConfig) -> RunConfig:
