@@ -141,7 +141,7 @@ def test_with_data_the_page_says_what_the_training_takes_and_costs(chosen: Path)
     facts = {name: (value, more) for name, value, more in run["facts"]}
     training = json.loads(run["document"])["predictions"][0]["training"]
     assert facts["Data"][0] == "196 rows"
-    assert "4 rows without text to learn are left out" in run["notes"]
+    assert "4 rows without text are left out" in run["notes"]
     assert f"{training['num_steps']:,} steps" in facts["The whole training"][1]
     assert facts["The training costs"][0].endswith("USD")
     assert "an hour (" in facts["The training costs"][1]

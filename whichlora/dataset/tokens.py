@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from whichlora.dataset.anchor_tokens import AnchorTokens
 from whichlora.dataset.answer_tokens import AnswerTokens
@@ -115,18 +115,11 @@ def count_tokens(
 
     counts_of = partial(_counts, reader)
     counts = {split: counts_of(encode, rows) for split, rows in whole.items()}
-    num_left_out = _leave_out(whole, counts, reader, encode)
-    num_blank = sum(_has_blank_answer(row) for rows in whole.values() for row in rows)
+    told: dict[str, Any] = {"num_unlearned": _leave_out(whole, counts, reader, encode)}
+    told |= {"num_empty": num_empty, "num_blank": _blank(whole)}
 
     def lengths_of(counts: Mapping[Split, Counts]) -> TokenLengths:
-        cut = _lengths(reader, counts)
-        return replace(
-            cut,
-            num_empty=num_empty,
-            num_blank=num_blank,
-            num_unlearned=num_left_out,
-            method=method,
-        )
+        return replace(_lengths(reader, counts), method=method, **told)
 
     lengths = _with_targets(reader, lengths_of(counts), encode, whole)
     if expected.media:
@@ -278,14 +271,15 @@ def _whole_examples(
     return whole, num_empty
 
 
-def _has_blank_answer(example: Example) -> bool:
-    """Whether a turn of the assistant has neither text nor a call of a tool."""
-    return any(
-        message["role"] == "assistant"
-        and not message.get("tool_calls")
-        and not any(text.strip() for text in texts_of([message]))
-        for message in example.get("messages", ())
-    )
+def _blank(whole: Mapping[Split, Sequence[Example]]) -> int:
+    """Rows in which a turn of the assistant has neither text nor a call of a tool."""
+
+    def is_blank(message: Mapping[str, Any]) -> bool:
+        has_text = any(text.strip() for text in texts_of([message]))
+        return message["role"] == "assistant" and not (message.get("tool_calls") or has_text)
+
+    rows = (row for rows in whole.values() for row in rows)
+    return sum(any(map(is_blank, row.get("messages", ()))) for row in rows)
 
 
 def _leave_out(

@@ -127,7 +127,7 @@ def workload(
     import numpy as np
 
     seq_len = lengths.max_length if seq_len is None else seq_len
-    num_epochs = min(_MOST_SHUFFLES, math.ceil(epochs))
+    num_epochs, rows = min(_MOST_SHUFFLES, math.ceil(epochs)), lengths.lengths["train"]
     rows_at_once = batch_size
     if repeats is not None:
         rows_at_once = repeats.answers * at_once // repeats.per_row
@@ -162,14 +162,7 @@ def workload(
         collator=collator,
         widths=_binned(widths, parts * (num_batches / drawn)),
         longest=max(widest, min(lengths.longest(), seq_len)),
-        is_padded=are_padded(
-            lengths.lengths["train"],
-            batch_size=batch_size,
-            seq_len=seq_len,
-            collator=collator,
-            sequences=sequences,
-            repeats=repeats,
-        ),
+        is_padded=are_padded(rows, batch_size, seq_len, collator, sequences, repeats),
         num_batches=num_batches,
         num_steps=num_steps,
         real_tokens=round(
@@ -282,7 +275,6 @@ def _deviation(tokens: float, alternatives: Sequence[float]) -> float:
 
 def are_padded(
     lengths: Iterable[int],
-    *,
     batch_size: int,
     seq_len: int,
     collator: Collator = "longest",
