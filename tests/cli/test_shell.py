@@ -92,7 +92,7 @@ def test_the_strategies_and_their_options_complete() -> None:
 def test_choices_complete() -> None:
     assert completions("estimate", "--method", "q") == ["qlora", "qdora"]
     assert completions("estimate", "--optimizer", "adam") == [
-        *("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"),
+        *("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_8bit", "adamw_torch_4bit"),
         "adamw_8bit",
     ]
     assert completions("export", "--to", "tr") == ["transformers", "trl"]
