@@ -28,7 +28,14 @@ ANSWERS = Path(__file__).with_name("peer_answers.jsonl")
 ADAPTERS = Path(__file__).with_name("peer_adapters.py")
 OURS = "WhichLoRA"
 QUANTITIES: tuple[Quantity, ...] = ("peak_allocated", "device_used", "perhaps_device_used")
-UNASKED = {"fitcheck_t4"}  # sources that came after the tools were asked
+UNASKED = {  # sources that came after the tools were asked
+    "fitcheck_t4",
+    "litgpt_config_hub",
+    "litgpt_resource_tables",
+    "transformers_docs",
+    "trl_notebooks",
+    "unsloth_notebooks",
+}
 CARDS = {"fsdp_qlora": "t4-16gb"}  # a 16 GB card that is not named; one tool reserves a share of it
 
 # --- asking --------------------------------------------------------------------------------------

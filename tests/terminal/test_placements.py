@@ -34,7 +34,7 @@ def test_each_row_of_several_gpus_has_its_strategy_and_host_memory(
     text = capsys.readouterr().out
     assert text.startswith("Llama-3.1-70B full, batch 1, 2048 tokens, on 8 GPUs\n")
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert re.search(r"1\.28 TiB +zero3, offload optimizer\+params", rows["a30-24gb"])
+    assert re.search(r"1\.69 TiB +zero3, offload optimizer\+params", rows["a30-24gb"])
     assert re.search(r"- +tp ", rows["h100-sxm-80gb"])
     assert "--host-memory states what it has" in text
     assert "parallel auto" not in text
