@@ -190,11 +190,12 @@ def usual_optimizer(versions: Libraries) -> Optimizer:
     """That of `TrainingArguments` where nobody names one.
 
     Kind: exact. Source: `default_optim` of transformers' training_args.py, read in 4.16 to 5.23:
-    4.32 and 4.54 are the first with another, the latter from torch 2.8 on.
+    4.32 and 4.54 (pull 37358) are the first with another, the latter from torch 2.8 on.
     """
     if versions.older("transformers", "4.32"):
         return "adamw_hf"
-    return "adamw_torch_fused" if versions.fuses_optimizer else "adamw_torch"
+    is_old = versions.older("transformers", "4.54") or versions.older("torch", "2.8")
+    return "adamw_torch" if is_old else "adamw_torch_fused"
 
 
 def usual_alpha(r: int) -> int:

@@ -390,14 +390,6 @@ class Libraries:
         return self.older("transformers", "5")
 
     @property
-    def fuses_optimizer(self) -> bool:
-        """`TrainingArguments` have the fused AdamW where nobody names another.
-
-        Read: `default_optim` of 5.23; transformers pull 37358 of July 2025.
-        """
-        return not self.older("transformers", "4.54") and not self.older("torch", "2.8")
-
-    @property
     def checkpoints_reentrant(self) -> bool:
         """Checkpointing runs the forward without a graph, unless it is told otherwise."""
         return self.older("transformers", "5")

@@ -303,11 +303,8 @@ def _by_words(name: str, index: Mapping[str, Any], least_memory: bool) -> GpuSpe
     Raises:
         ConfigError: several have them all.
     """
-    closest = [
-        key
-        for key in _closest_by_words(name, index)
-        if not (_words(key) - _words(name)) & _VARIANTS
-    ]
+    other_boards = _VARIANTS - _words(name)
+    closest = [key for key in _closest_by_words(name, index) if not _words(key) & other_boards]
     if named := _keys_of_any_size(name, index):  # a 3060 of 8 GB is no 3060 Ti
         closest = [key for key in closest if key in named]
     if len(closest) > 1:
