@@ -162,7 +162,7 @@ def test_a_step_moves_what_the_real_operators_read_and_write(
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("tensor", [MATRIX, VECTOR], ids=["matrix", "vector"])
-@pytest.mark.parametrize("name", get_args(Optimizer))
+@pytest.mark.parametrize("name", sorted({*get_args(Optimizer)} - {"adamw_hf"}))
 def test_a_checkpoint_has_the_states_of_the_real_optimizer(name: str, tensor: Trained) -> None:
     made = real_optimizer(name, parameters(tensor))
     made.step()
