@@ -206,6 +206,7 @@ def estimate(
         eval_batch_size=files.eval_batch_size,
         stated=files.stated or asked.keys(),
         is_lower_bound=files.is_lower_bound,
+        keys=files.keys,
     )
 
 

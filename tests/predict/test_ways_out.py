@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whichlora import estimate
+from whichlora.errors import ConfigError
 from whichlora.spec.results import Prediction, WayOut
 from whichlora.terminal.assumed import ways_out_lines
 
@@ -66,3 +69,54 @@ def test_nothing_is_looked_for_where_a_row_fits() -> None:
 def test_of_a_table_the_run_that_lacks_least_has_ways() -> None:
     predictions = estimate(MODEL, "8GB", method=["full", "lora"], seq_len=512)
     assert [bool(prediction.ways_out) for prediction in predictions] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("model_key", "file"),
+    [
+        (
+            "model_name_or_path",
+            {"finetuning_type": "lora", "lora_target": "all", "per_device_train_batch_size": 4}
+            | {"cutoff_len": 8192, "disable_gradient_checkpointing": True},
+        ),
+        (
+            "base_model",
+            {"adapter": "lora", "lora_target_linear": True, "lora_r": 16, "lora_alpha": 32}
+            | {"micro_batch_size": 4, "sequence_len": 2048, "gradient_checkpointing": True},
+        ),
+    ],
+)
+def test_a_file_with_the_keys_of_a_way_fits(
+    tmp_path: Path, model_key: str, file: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(file | {model_key: MODEL}))
+    (prediction,) = estimate(gpu="l4-24gb", from_file=path)
+    ways = [way for way in prediction.ways_out if way.keys]
+    assert ways
+    lines = "\n".join(ways_out_lines([prediction]))
+    for way in ways:
+        assert all(key in lines for key in way.keys)
+        path.write_text(json.dumps(file | {model_key: MODEL} | {**way.keys}))
+        (changed,) = estimate(gpu="l4-24gb", from_file=path)
+        assert changed.verdict == "fits"
+        assert changed.memory.device_used_bytes <= way.device_used_bytes  # a switch may do more
+
+
+def test_a_strategy_that_refuses_the_model_is_no_way_out() -> None:
+    """The tp plan of Phi 3 gathers what its joint projection returns, which is not modelled."""
+    settings = {"method": "qlora", "batch_size": 16, "padding": "none", "seq_len": 1024}
+    (prediction,) = estimate("microsoft/Phi-4-mini-instruct", "rtx-4090-24gb", **settings)
+    assert prediction.verdict == "fails"
+    spreads = [
+        way.settings["parallel"] for way in prediction.ways_out if "parallel" in way.settings
+    ]
+    assert all("tp" not in config.names for config in spreads)
+    with pytest.raises(ConfigError, match="tp can't divide"):
+        estimate(
+            "microsoft/Phi-4-mini-instruct",
+            "2x4090",
+            parallel="tp",
+            method="lora",
+            batch_size="max",
+        )

@@ -133,6 +133,7 @@ def estimate(
         eval_batch_size=files.eval_batch_size,
         stated=files.stated,
         is_lower_bound=files.is_lower_bound,
+        keys=files.keys,
     )
     if as_json:
         print_json(estimates.document(predictions))

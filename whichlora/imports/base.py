@@ -14,6 +14,7 @@ from whichlora.errors import ConfigError
 from whichlora.imports.python_values import Unread
 from whichlora.methods import list_methods
 from whichlora.spec.options import Option, OptionValue
+from whichlora.spec.results import FileKey
 from whichlora.spec.run import (
     ALL_LINEAR,
     FOUR_BIT_BNB,
@@ -54,6 +55,7 @@ class Imported:
         eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
         shows_images: its keys or its model have to do with images, so that its rows have some.
         is_lower_bound: something that is assumed away takes memory.
+        keys: of the file, by the setting that each alone says.
     """
 
     path: str
@@ -67,6 +69,7 @@ class Imported:
     eval_batch_size: int = 0
     shows_images: bool = False
     is_lower_bound: bool = False
+    keys: Mapping[str, FileKey] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -135,6 +138,7 @@ class Keys:
         self.assumed: list[str] = []
         self.refused: dict[str, str] = {}
         self.unknown: dict[str, None] = {}  # of files beside this one
+        self.saying: dict[str, FileKey] = {}  # by setting
         self.eval_batch_size = 0
         self.is_lower_bound = False
 
@@ -161,6 +165,7 @@ class Keys:
     def _with(self, values: Mapping[str, Any]) -> Keys:
         keys = Keys(values, self._where, asked_model=self.asked_model)
         keys.assumed, keys.refused, keys.used = self.assumed, self.refused, self.used
+        keys.saying = self.saying
         return keys
 
     def where(self, name: str) -> str:
@@ -334,6 +339,7 @@ class Keys:
         """The fields of `RunConfig` that `table` names by key, as an exporter writes them."""
         settings: dict[str, Any] = {}
         for key, setting in table.items():
+            self.says(setting, key)
             default = defaults.get(setting, getattr(_PLAIN, setting))
             if self.refuse_unread(setting, key):
                 settings[setting] = default
@@ -386,6 +392,10 @@ class Keys:
         if setting == "model":  # which has no flag
             instead = "name the model before the file: whichlora estimate MODEL --from FILE"
         self.refused[setting] = f"{self.where(name)}: {text}; {instead}"
+
+    def says(self, setting: str, name: str, values: Mapping[Any, Any] | None = None) -> None:
+        """Note that `name` alone says `setting`: in the same values, or those of `values`."""
+        self.saying[setting] = FileKey(name, values or {})
 
     def refuse_several(self, setting: str, name: str) -> None:
         """Refuse a value that a script computes, with those that its name is set to."""
@@ -489,6 +499,7 @@ class Tool:
             eval_batch_size=keys.eval_batch_size,
             shows_images=keys.show_images(launch.environment, settings["model"]),
             is_lower_bound=keys.is_lower_bound,
+            keys=keys.saying,
         )
 
     def has_no_effect(self, name: str) -> bool:

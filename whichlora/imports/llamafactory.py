@@ -85,6 +85,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings |= _precision(keys, launch, quant, trains_base=kind == "full")
     settings["attn"] = attention(keys, "flash_attn", _KERNELS, default="auto")
     settings |= FIXED
+    keys.says("loss_head", "enable_liger_kernel", liger.AS_SWITCH)
     if keys.flag("enable_liger_kernel"):
         settings["trainer_options"] = ((liger.USE.name, True),)
     stage = keys.word("stage", "sft")
@@ -138,8 +139,10 @@ def _torchrun_of_its_own(launch: Launch, settings: Mapping[str, Any]) -> bool:
 
 def _checkpointing(keys: Keys) -> dict[str, Any]:
     """Its own keys, in place of the Trainer's."""
+    off = "disable_gradient_checkpointing"
+    keys.says("gradient_checkpointing", off, {True: False, False: True})
     return {
-        "gradient_checkpointing": not keys.flag("disable_gradient_checkpointing"),
+        "gradient_checkpointing": not keys.flag(off),
         "use_reentrant": keys.flag("use_reentrant_gc", True),
     }
 

@@ -83,6 +83,7 @@ def trainer_settings(
         keys.assume("per_device_train_batch_size", f"is missing; assumed: {batch_size}")
     keys.eval_batch_size = evaluated(keys)
     settings["optimizer"] = optimizer(keys, "optim", launch.libraries)
+    keys.says("optimizer", "optim")
     settings |= checkpointing(keys, launch, default=checkpoints)
     return settings | spread_settings(keys, launch) | allocator(launch)
 
@@ -94,6 +95,8 @@ def checkpointing(keys: Keys, launch: Launch, *, default: bool | None) -> dict[s
     for prefix in ("gradient", "activation"):
         name = f"{prefix}_checkpointing"
         is_on = keys.flag(name) if name in keys else is_on
+        if name in keys or "gradient_checkpointing" not in keys.saying:
+            keys.says("gradient_checkpointing", name)
         keys.raw(name)
         options = keys.mapping(f"{prefix}_checkpointing_kwargs") or options
     if checkpoints_in_fsdp(keys, launch):
@@ -108,6 +111,7 @@ def liger_options(keys: Keys) -> dict[str, Any]:
     """Liger's kernels of `TrainingArguments`, as options of the Trainer."""
     config = keys.mapping(liger.CONFIG.name)
     of_old_trl = keys.flag("use_liger")  # its name in SFTConfig to 0.17
+    keys.says("loss_head", liger.USE.name, liger.AS_SWITCH)
     if not keys.flag(liger.USE.name) and not of_old_trl:
         return {}
     written = ((liger.CONFIG.name, json.dumps(dict(config))),) if config else ()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from whichlora.page.form import DATA, Question, chosen_files, data, settings, stated
-from whichlora.spec.results import SCHEMA_VERSION, Answers, Prediction
+from whichlora.spec.results import SCHEMA_VERSION, Answers, FileKey, Prediction
 from whichlora.workflow import estimates
 from whichlora.workflow.from_files import with_files
 from whichlora.workflow.whole_training import Data
@@ -29,6 +29,7 @@ class Asked:
         data: what is learned, if anybody said.
         eval_batch_size: rows that evaluations of the files read at once.
         is_lower_bound: the files leave something open that is not counted.
+        keys: of the files, by the setting that each alone says.
         stated: names of the settings that somebody gave.
     """
 
@@ -38,6 +39,7 @@ class Asked:
     data: Data | None = None
     eval_batch_size: int = 0
     is_lower_bound: bool = False
+    keys: Mapping[str, FileKey] = field(default_factory=dict)
     stated: frozenset[str] = frozenset()
 
     @classmethod
@@ -61,6 +63,7 @@ class Asked:
             data=what,
             eval_batch_size=said.eval_batch_size,
             is_lower_bound=said.is_lower_bound,
+            keys=said.keys,
             stated=said.stated or frozenset(is_set),
         )
 
@@ -77,6 +80,7 @@ class Asked:
             data=self.data,
             eval_batch_size=self.eval_batch_size,
             is_lower_bound=self.is_lower_bound,
+            keys=self.keys,
             stated=self.stated,
             **options,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.memory.training import least_parts
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.counted import CountedBlock, ranks_work
+from whichlora.predict.counted import CountedBlock, check_layout, ranks_work
 from whichlora.predict.judgement import (
     MemoryJudgement,
     Pass,
@@ -69,7 +69,11 @@ def judged_memory(job: ResolvedRun, calibration: Calibration, **sizes: Count) ->
 
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
+
+    Raises:
+        ConfigError: what a strategy refuses.
     """
+    check_layout(job)
     return judge_moments(job, moment_parts(job, **sizes), calibration)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from whichlora.errors import ConfigError
 from whichlora.spec.costs import RunningCost
@@ -404,6 +404,18 @@ class Assumed:
     own_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FileKey:
+    """A key of another tool's file that alone says a setting.
+
+    Args:
+        values: of the setting → of the key; empty where they are the same.
+    """
+
+    name: str
+    values: Mapping[Any, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayOut:
     """A run that fits in place of one that does not.
@@ -411,12 +423,25 @@ class WayOut:
     Args:
         settings: what changes, by name of a `RunConfig` field.
         gpu: another accelerator; empty for the same.
+        keys: what changes in the file that the run was read from, by its keys.
+        is_lower_bound: something is not counted, so that it may fit.
     """
 
     settings: Mapping[str, Any]
     gpu: str
     device_used_bytes: int
     usable_bytes: int
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    is_lower_bound: bool = False
+
+    def in_file(self, keys: Mapping[str, FileKey]) -> Self:
+        """With the keys of a file, if those of `keys` say all that changes."""
+        said: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            if name not in keys or value not in (keys[name].values or (value,)):
+                return self
+            said[keys[name].name] = keys[name].values.get(value, value)
+        return dataclasses.replace(self, keys=said)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape; GPUs and strategy as `RunConfig.to_dict` has them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,8 @@ def ways_out_lines(predictions: Sequence[Prediction]) -> Iterator[str]:
         for way in prediction.ways_out:
             share = way.device_used_bytes / way.usable_bytes
             size = format_bytes(way.device_used_bytes)
-            yield f"fits {_way(way)}: {size}, {share:.0%}"
+            fits = "may fit" if way.is_lower_bound else "fits"
+            yield f"{fits} {_way(way)}{_in_file(way)}: {size}, {share:.0%}"
 
 
 def _way(way: WayOut) -> str:
@@ -116,6 +118,15 @@ def _way(way: WayOut) -> str:
         if name != "parallel" and value not in (None, ())
     ]
     return " ".join([*(["with", *flags] if flags else []), *words])
+
+
+def _in_file(way: WayOut) -> str:
+    """As the file that the run was read from says it."""
+    texts = (
+        f"{key} {value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in way.keys.items()
+    )
+    return f" ({', '.join(texts)} in the file)" if way.keys else ""
 
 
 def _flag(name: str, value: Any) -> str:

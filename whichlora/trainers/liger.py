@@ -28,6 +28,8 @@ CONFIG = Option(
     kind=str,
 )
 OPTIONS = (USE, CONFIG)
+# The loss alone → the switch, whose other kernels take no more memory.
+AS_SWITCH: Mapping[str, bool] = {"liger": True}
 _LOSS = "fused_linear_cross_entropy"
 _LOSS_ALONE = {name: name == _LOSS for name in LIGER_KERNELS}
 

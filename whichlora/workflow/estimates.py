@@ -48,7 +48,7 @@ from whichlora.spec.costs import RunningCost
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.parallel import AUTO
-from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
+from whichlora.spec.results import Answers, FileKey, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, TRANSFORMERS, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
 from whichlora.spec.words import unknown
@@ -272,12 +272,14 @@ def estimate_grid(
     gpus: Sequence[str] = ("auto",),
     *,
     is_lower_bound: bool = False,
+    keys: Mapping[str, FileKey] | None = None,
     **options: Any,
 ) -> Answers[Prediction]:
     """`estimate` of every combination of `settings`; a target may state its number: "2x3090".
 
     Args:
         is_lower_bound: something that notes name is not counted, so that nothing surely fits.
+        keys: of the user's file, by the setting that each alone says.
 
     Raises:
         ConfigError: as `estimate`, or settings that exclude each other.
@@ -287,18 +289,25 @@ def estimate_grid(
         for grid, types in by_number(settings, gpus)
     ]
     predictions = [prediction for answers in of_numbers for prediction in answers]
-    if is_lower_bound:
-        predictions = [at_least(prediction) for prediction in predictions]
+    predictions = with_ways_out(predictions, options.get("calibration_dir"), keys)
     return Answers(
-        with_ways_out(predictions, options.get("calibration_dir")),
+        map(at_least, predictions) if is_lower_bound else predictions,
         (refused for answers in of_numbers for refused in answers.refused),
     )
 
 
 def with_ways_out(
-    predictions: Sequence[Prediction], calibration_dir: Path | None = None
+    predictions: Sequence[Prediction],
+    calibration_dir: Path | None = None,
+    keys: Mapping[str, FileKey] | None = None,
 ) -> list[Prediction]:
-    """`predictions`; where none fits, the one that lacks least says what would make it fit."""
+    """`predictions`; where none fits, the one that lacks least says what would make it fit.
+
+    Another card is one that the price table has: neither a laptop's nor a small computer's.
+
+    Args:
+        keys: of the user's file, by the setting that each alone says.
+    """
 
     def lack(prediction: Prediction) -> float:
         return prediction.memory.device_used_bytes / prediction.usable_bytes
@@ -312,9 +321,12 @@ def with_ways_out(
         return list(predictions)
     least = min(known, key=lack)
     model, gpu = load_model(least.run.model), find_target(least.gpu)
+    rates = load_rates()
+    for_hire = [card for card in list_gpus() if card.key in rates.prices]
     ways = ways_out(
-        model, least, gpu, lambda card: load_calibration(card, calibration_dir), list_gpus()
+        model, least, gpu, lambda card: load_calibration(card, calibration_dir), for_hire
     )
+    ways = tuple(way.in_file(keys or {}) for way in ways)
     return [replace(each, ways_out=ways) if each is least else each for each in predictions]
 
 

@@ -55,8 +55,9 @@ def with_uncounted(prediction: Prediction, rows: int) -> Prediction:
 
 def at_least(prediction: Prediction) -> Prediction:
     """`prediction` of a run that takes more than is counted, which so never surely fits."""
+    ways = tuple(replace(way, is_lower_bound=True) for way in prediction.ways_out)
     if prediction.verdict != "fits":
-        return prediction
+        return replace(prediction, ways_out=ways)
     return replace(prediction, verdict="undecided", fits=False)
 
 

@@ -98,6 +98,7 @@ def with_files(
         eval_batch_size=imported.eval_batch_size,
         stated=frozenset({*imported.settings, *stated}),
         is_lower_bound=imported.is_lower_bound or leaves_images_out(merged, imported, of_images),
+        keys={name: key for name, key in imported.keys.items() if name not in stated},
     )
 
 

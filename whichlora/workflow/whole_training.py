@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
@@ -29,7 +29,7 @@ from whichlora.spec.data_format import AUDIOS, TRANSCRIPTS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div, is_number
 from whichlora.spec.plan import DatasetConfig
-from whichlora.spec.results import Prediction, TrainingTotal
+from whichlora.spec.results import FileKey, Prediction, TrainingTotal
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import rows_of, task_of
 from whichlora.trainers import get_trainer, with_trainer
@@ -50,6 +50,7 @@ class FromFiles:
         eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
         stated: names of the settings that they or the user give; None where nobody tells.
         is_lower_bound: its rows have images, which can't be counted.
+        keys: of the file, by the setting that each alone says.
     """
 
     notes: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class FromFiles:
     packed: bool = False
     epochs: float | None = None
     stated: frozenset[str] | None = None
+    keys: Mapping[str, FileKey] = field(default_factory=dict)
 
     def notes_of_step(self, run: RunConfig) -> tuple[str, ...]:
         """`notes`, and one of evaluations, for who predicts steps of `run` alone."""
