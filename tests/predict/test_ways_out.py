@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 
 from whichlora import estimate
+from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
+from whichlora.predict.judged import judged_memory
+from whichlora.predict.resolve import resolve
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction, WayOut
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
 from whichlora.terminal.assumed import ways_out_lines
 
-MODEL = "Qwen/Qwen2.5-7B"
+MODEL, PHI = "Qwen/Qwen2.5-7B", "microsoft/Phi-4-mini-instruct"
+RTX_4090 = find_gpu("rtx-4090-24gb")
 
 
 def failing(gpu: str, **settings: Any) -> Prediction:
@@ -106,17 +114,14 @@ def test_a_file_with_the_keys_of_a_way_fits(
 def test_a_strategy_that_refuses_the_model_is_no_way_out() -> None:
     """The tp plan of Phi 3 gathers what its joint projection returns, which is not modelled."""
     settings = {"method": "qlora", "batch_size": 16, "padding": "none", "seq_len": 1024}
-    (prediction,) = estimate("microsoft/Phi-4-mini-instruct", "rtx-4090-24gb", **settings)
+    (prediction,) = estimate(PHI, RTX_4090.key, **settings)
     assert prediction.verdict == "fails"
     spreads = [
         way.settings["parallel"] for way in prediction.ways_out if "parallel" in way.settings
     ]
     assert all("tp" not in config.names for config in spreads)
+    spread = ParallelConfig(strategy="tp", gpus=2)
+    job = resolve(model := load_model(PHI), RunConfig(model=PHI, parallel=spread), RTX_4090)
+    assert model.model_type == "phi3"
     with pytest.raises(ConfigError, match="tp can't divide"):
-        estimate(
-            "microsoft/Phi-4-mini-instruct",
-            "2x4090",
-            parallel="tp",
-            method="lora",
-            batch_size="max",
-        )
+        judged_memory(job, load_calibration(RTX_4090))
