@@ -812,11 +812,29 @@ def test_an_example_of_transformers_trains_its_task_in_the_dtype_of_its_checkpoi
     (path,) = files_of(tmp_path, run_sh=text + "--dataset_name mrpc --do_train")
     read = import_files([path])
     assert read.tool == "transformers"
-    assert "dtype: is missing; assumed: a checkpoint in float32" in read.assumed
+    said = "dtype: is missing; assumed: that of the checkpoint, float32, as transformers 5 does"
+    assert said in read.assumed
     assert "per_device_train_batch_size: is missing; assumed: 8" in read.assumed
     (prediction,) = estimate(gpu=GPU, from_file=path)
     run = prediction.run
     assert (run.task, run.seq_len, run.precision) == (task, length, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("program", "model", "reason", "precision"),
+    [
+        ("run_clm", "openai-community/gpt2", "that of the checkpoint, float32, as", "fp32"),
+        ("run_clm", "./own", "a checkpoint in bfloat16", "bf16-pure"),
+        ("run_glue", "./own", "a checkpoint in float32", "fp32"),
+    ],
+)
+def test_an_example_of_transformers_asks_a_known_checkpoint_for_its_dtype(
+    program: str, model: str, reason: str, precision: str, tmp_path: Path
+) -> None:
+    text = f"python {program}.py --model_name_or_path {model} --dataset_name wikitext --do_train"
+    read = import_files(files_of(tmp_path, run_sh=text))
+    assert any(f"dtype: is missing; assumed: {reason}" in note for note in read.assumed)
+    assert read.settings["precision"] == precision
 
 
 def test_an_example_of_transformers_for_sound_is_read(tmp_path: Path) -> None:

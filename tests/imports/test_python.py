@@ -207,7 +207,9 @@ def test_a_trainer_of_trl_that_loads_the_model(tmp_path: Path) -> None:
         "base_dtype": "float32",
         "trainer": "sft",
     }.items() <= read.settings.items()
-    assert any("dtype: is missing; assumed: loaded in float32, as TRL" in t for t in read.assumed)
+    assert any(
+        "dtype: is missing; assumed: loaded in float32, as its trainer" in t for t in read.assumed
+    )
 
 
 @pytest.mark.parametrize(

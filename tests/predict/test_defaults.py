@@ -27,7 +27,7 @@ def own(trainer: str, model: str = "Qwen/Qwen3-0.6B", **settings: Any) -> dict[s
         ("0.17", FP32),
         ("0.19", {"base_dtype": "float32", "gradient_checkpointing": False}),
         ("0.22", {"base_dtype": "float32", "gradient_checkpointing": True}),
-        ("0.26", {"gradient_checkpointing": True}),
+        ("0.26", {"base_dtype": "float32", "gradient_checkpointing": True}),
         ("1.16", {"base_dtype": "float32", "gradient_checkpointing": True}),
     ],
 )

@@ -22,6 +22,7 @@ from whichlora.imports.trainer import (
     compute_dtype,
     dtype,
     liger_options,
+    missing_dtype,
     precision,
     trainer_settings,
 )
@@ -39,7 +40,8 @@ from whichlora.imports.trl import (
 from whichlora.methods import list_methods
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.store.hub import load_model
-from whichlora.trainers import Trainer, liger, list_trainers
+from whichlora.trainers import Trainer, liger, list_trainers, trl
+from whichlora.trainers.base import plain_defaults
 
 _LENGTH = 2048  # assumed where a script names none
 _NAMES = ("model", "model_name", "pretrained_model_name_or_path")
@@ -284,26 +286,16 @@ def adapter_settings(
     return settings | method_settings(quant, adapts=True, use_dora=dora, targets=named or targets)
 
 
-def _is_quantised(name: str) -> bool:
-    """Whether a checkpoint is of fewer bits, whose other weights transformers 4 loads in fp16.
-
-    Source: transformers 4.57 `update_dtype` of quantizers/quantizer_bnb_4bit.py and others.
-    """
-    with contextlib.suppress(ConfigError):
-        return "quantization_config" in load_model(name).config
-    return False
-
-
 def _precision(
     keys: Keys, launch: Launch, quant: str, *, adapts: bool, is_trl: bool, autocasts: bool
 ) -> dict[str, Any]:
     names = ("from_pretrained.dtype", "from_pretrained.torch_dtype")
     read = [name for name in names if not keys.is_unread(name)]
-    width, what = _loaded(keys, launch, quant)
+    width, reason = _missing_dtype(keys, launch, quant)
     weights = dtype(keys, *read, default=width)
     if not any(name in keys for name in read):
         why = "is missing" if len(read) == len(names) else "is computed"
-        keys.assume("from_pretrained.dtype", f"{why}; assumed: {what}")
+        keys.assume("from_pretrained.dtype", f"{why}; assumed: {reason}")
     computed = [name for name in ("bf16", "fp16") if keys.is_unread(name)]
     if computed:
         keys.assume(computed[0], "is computed; assumed: bf16")
@@ -315,22 +307,19 @@ def _precision(
     return precision(keys, mixed, weights, narrows_adapters=narrows)
 
 
-def _loaded(keys: Keys, launch: Launch, quant: str) -> tuple[str, str]:
+def _missing_dtype(keys: Keys, launch: Launch, quant: str) -> tuple[str, str]:
     """The dtype of weights that are loaded without one, and why."""
     loads, libraries = keys.word("from_pretrained"), launch.libraries
-    if is_trainer(loads) and libraries.trl_loads_wide:
-        return _WIDE, "loaded in float32, as TRL does"
     if loads.startswith(_OF_UNSLOTH):
         return "bfloat16", "a checkpoint in bfloat16"
-    if libraries.loads_wide:
-        is_quantised = quant != "none" or _is_quantised(model_name(keys))
-        width = "float16" if is_quantised else _WIDE
-        return width, f"loaded in {width}, as transformers {libraries.transformers} does"
-    with contextlib.suppress(ConfigError):
-        width = load_model(model_name(keys)).dtype
-        return width, f"that of the checkpoint, {width}, as transformers 5 does"
-    width = _WIDE if loads == BI_ENCODER or "Classification" in loads else "bfloat16"
-    return width, f"a checkpoint in {width}"
+    is_wide = loads == BI_ENCODER or "Classification" in loads
+    return missing_dtype(
+        trl.defaults(libraries) if is_trainer(loads) else plain_defaults(libraries),
+        libraries,
+        model_name(keys),
+        usual="float32" if is_wide else "bfloat16",
+        is_quantised=quant != "none",
+    )
 
 
 TOOL = Tool(

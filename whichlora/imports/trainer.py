@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from whichlora.errors import ConfigError
 from whichlora.exports.trainer_keys import BATCH
 from whichlora.exports.trl import ADAPTER
 from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
 from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
 from whichlora.spec.run import FP32_PRECISIONS, ComputeDtype, precision_of_weights
+from whichlora.spec.versions import Libraries
+from whichlora.store.hub import load_model
 from whichlora.trainers import liger
+from whichlora.trainers.base import Defaults, plain_defaults
 
 EVALUATES = ("eval_strategy", "evaluation_strategy")
 BATCH_SIZE = 8  # `per_device_train_batch_size` where it is missing
@@ -155,6 +160,33 @@ def dtype(keys: Keys, *names: str, default: str) -> str:
     return default
 
 
+def missing_dtype(
+    loader: Defaults, libraries: Libraries, model: str, *, usual: str, is_quantised: bool = False
+) -> tuple[str, str]:
+    """The dtype in which weights are loaded where nobody states one, and why.
+
+    Args:
+        loader: defaults of who loads them.
+        usual: dtype of a checkpoint that is not known.
+        is_quantised: the run asks for it; a checkpoint that is stored so says it itself.
+    """
+    known = None
+    with contextlib.suppress(ConfigError):
+        known = load_model(model)
+    width = loader.loaded_dtype(
+        libraries,
+        usual if known is None else known.dtype,
+        is_quantised=is_quantised or (known is not None and "quantization_config" in known.config),
+    )
+    if loader.told_dtype == "float32":
+        return width, f"loaded in {width}, as its trainer does"
+    if libraries.loads_wide:
+        return width, f"loaded in {width}, as transformers {libraries.transformers} does"
+    if known is None:
+        return width, f"a checkpoint in {width}"
+    return width, f"that of the checkpoint, {width}, as transformers 5 does"
+
+
 def beside_quantised(keys: Keys, name: str, weights: str, quant: str, mixed: str) -> str:
     """`weights`, the dtype that `name` gives, or 16 bit under autocast of a quantised base."""
     if quant == "none" or mixed == "no" or weights != "float32":
@@ -232,16 +264,15 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     """Full fine-tuning of a script such as transformers' `run_clm.py`."""
     settings = trainer_settings(keys, launch)
     mixed = autocast(keys, launch)
-    example = _EXAMPLES.get(launch.program, _Example())
-    width, what = example.dtype, f"a checkpoint in {example.dtype}"
-    if launch.libraries.loads_wide:
-        width = "float32"
-        what = f"float32, as transformers {launch.libraries.transformers} loads it"
+    example, libraries = _EXAMPLES.get(launch.program, _Example()), launch.libraries
+    model = keys.model("model_name_or_path", "model_name")
+    loader = plain_defaults(libraries)
+    width, why = missing_dtype(loader, libraries, model, usual=example.dtype)
     weights = dtype(keys, "dtype", "torch_dtype", default=width)
     if "dtype" not in keys and "torch_dtype" not in keys:
-        keys.assume("dtype", f"is missing; assumed: {what}")
+        keys.assume("dtype", f"is missing; assumed: {why}")
     settings |= precision(keys, mixed, weights, narrows_adapters=True)
-    settings["model"] = keys.model("model_name_or_path", "model_name")
+    settings["model"] = model
     settings["method"] = full_method()
     note_adapters(keys, read=False)
     _refuse_own_ways(keys)

@@ -27,6 +27,7 @@ from whichlora.imports.trainer import (
 from whichlora.parallel import get_strategy
 from whichlora.spec.run import BNB_QUANTS, DEFAULT_TARGETS, FOUR_BIT_BNB
 from whichlora.trainers import BUILT_IN, get_trainer
+from whichlora.trainers.trl import defaults
 
 LENGTH_DEFAULT = 1024
 _LOADS = {"load_in_4bit": False, "load_in_8bit": False}
@@ -127,9 +128,10 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
 
 
 def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[str, Any]:
-    wide = launch.libraries.trl_loads_wide or launch.libraries.loads_wide
-    weights = dtype(keys, "dtype", "torch_dtype", default="float32" if wide else "bfloat16")
-    mixed = autocast(keys, launch, default="bf16" if launch.libraries.trl_autocasts else "")
+    libraries = launch.libraries
+    usual = defaults(libraries).loaded_dtype(libraries, "bfloat16")
+    weights = dtype(keys, "dtype", "torch_dtype", default=usual)
+    mixed = autocast(keys, launch, default="bf16" if libraries.trl_autocasts else "")
     weights = beside_quantised(keys, "dtype", weights, quant, mixed)
     # TRL narrows the adapters of a quantised base: `sft_trainer.py`, `_is_quantized_model`
     narrows = not adapts or quant in BNB_QUANTS

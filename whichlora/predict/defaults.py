@@ -48,7 +48,7 @@ def _own_precision(model: ModelSpec, run: RunConfig, defaults: Defaults) -> dict
     is_plain = (run.quant or method.base_quant) == "none"
     if not is_open or not is_plain or "quantization_config" in model.config:
         return {}
-    weights = "float32" if defaults.loads_wide else model.dtype
+    weights = defaults.loaded_dtype(run.versions, model.dtype)
     if defaults.autocasts:
         return {"base_dtype": weights} if weights == "float32" else {}
     return precision_of_weights("no", weights, narrows_adapters=method.trains_base)

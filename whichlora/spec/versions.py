@@ -344,15 +344,6 @@ class Libraries:
         return not self.older("trl", "0.19")
 
     @property
-    def trl_loads_wide(self) -> bool:
-        """They load a model that they are given by name in float32, whatever its checkpoint has.
-
-        Read: `create_model_from_path` of utils.py is told float32 from 0.27 on, and "auto" in 0.26;
-        before nobody tells transformers, whose releases of that time take float32.
-        """
-        return self.older("trl", "0.26") or not self.older("trl", "0.27")
-
-    @property
     def trl_narrows_embeddings(self) -> bool:
         """TRL casts embeddings and head of a prepared base back to 16 bit, norms it leaves."""
         return self.older("trl", "0.14")

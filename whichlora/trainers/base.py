@@ -104,14 +104,32 @@ class Defaults:
     """What a training does where nobody says: of its library alone, by release.
 
     Args:
-        loads_wide: the weights are float32; else they have the dtype of the checkpoint.
+        told_dtype: what `from_pretrained` is told: a dtype, or "auto", that of the checkpoint; None
+            where it is told nothing.
         autocasts: under bf16 autocast; else in the dtype of the weights.
         checkpoints: layers are run again in the backward.
     """
 
-    loads_wide: bool
+    told_dtype: Literal["float32", "auto"] | None = None
     autocasts: bool = False
     checkpoints: bool = False
+
+    def loaded_dtype(
+        self, libraries: Libraries, checkpoint: str, *, is_quantised: bool = False
+    ) -> str:
+        """That of weights for which nobody states a dtype.
+
+        Args:
+            checkpoint: its dtype.
+            is_quantised: most weights are stored in fewer bits; it is that of the others.
+
+        Source: transformers 4.57 `update_dtype` of quantizers/quantizer_bnb_4bit.py and others.
+        """
+        if self.told_dtype == "float32":
+            return "float32"
+        if self.told_dtype == "auto" or not libraries.loads_wide:
+            return checkpoint
+        return "float16" if is_quantised else "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,9 +228,9 @@ def _own_options(run: RunConfig) -> Mapping[str, Any]:
     return dict(run.trainer_options)
 
 
-def _of_from_pretrained(libraries: Libraries) -> Defaults:
-    """The weights as `from_pretrained` loads them, and nothing that saves memory."""
-    return Defaults(loads_wide=libraries.loads_wide)
+def plain_defaults(libraries: Libraries) -> Defaults:
+    """Those of transformers' Trainer and of plain loops, in every release."""
+    return Defaults()
 
 
 def never(run: RunConfig) -> bool:
@@ -337,7 +355,7 @@ class Trainer:
     widens_outputs: bool = False
     logits_loss: Callable[[RunConfig], LogitsLoss | None] = _of_model
     narrows_embedding_states: bool = False
-    defaults: Callable[[Libraries], Defaults] | None = _of_from_pretrained
+    defaults: Callable[[Libraries], Defaults] | None = plain_defaults
     dated_by: str = ""
     keeps_base: Callable[[RunConfig], bool] = _has_head_of_trl
     narrows_adapters: Callable[[RunConfig], bool] = _has_head_of_trl

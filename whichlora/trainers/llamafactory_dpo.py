@@ -68,7 +68,7 @@ TRAINER = replace(
     keeps_base=always,
     config_class="",
     # model/patcher.py `infer_optim_dtype`, hparams `disable_gradient_checkpointing`
-    defaults=lambda libraries: Defaults(loads_wide=False, checkpoints=True),
+    defaults=lambda libraries: Defaults(told_dtype="auto", checkpoints=True),
     learning_rate=5e-7,  # a tenth of their LoRA's
     rate_source="LLaMA-Factory's examples of preferences",
     check=check,

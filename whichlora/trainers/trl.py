@@ -34,9 +34,13 @@ LIBRARY = "trl"
 
 
 def defaults(libraries: Libraries) -> Defaults:
-    """Of a trainer that is given the name of a model."""
+    """Of a trainer that is given the name of a model, whatever dtype its checkpoint has.
+
+    Read: `create_model_from_path` of utils.py tells transformers float32 from 0.27 on. Before,
+    nobody tells it a dtype, and its releases of that time take float32.
+    """
     return Defaults(
-        loads_wide=libraries.trl_loads_wide,
+        told_dtype="float32",
         autocasts=libraries.trl_autocasts,
         checkpoints=libraries.trl_checkpoints,
     )
