@@ -321,7 +321,7 @@ def _check_serving(data: Data) -> Iterator[Problem]:
         fault = f"is the release of an engine, and serving {engine.name} has none"
         yield Problem(loc=("serving_version",), fault=fault, accepted="no such line")
     stage1, limits = _section(data, "stage1_profile"), _section(data, "gpu_limits")
-    if engine.name == TRANSFORMERS:
+    if engine.start is None:
         of_gpus = [(("gpu_limits", gpu), _section(limits, gpu)) for gpu in limits]
         for loc, section in ((("stage1_profile",), stage1), *of_gpus):
             for key in _OF_ENGINES:

@@ -18,7 +18,7 @@ from whichlora.predict.cost_words import (
 )
 from whichlora.predict.largest import Placement, smallest_first
 from whichlora.predict.words import VERDICTS, describe
-from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import list_gpus
 from whichlora.units import format_bytes, format_seconds
 from whichlora.workflow import combinations, estimates
@@ -70,7 +70,7 @@ def _columns(run: RunConfig) -> tuple[str, ...]:
     costs = ("Per hour", "Per million tokens")
     if run.phase == "finetune":
         return "Largest batch", "Time per step", *costs
-    if run.serving != TRANSFORMERS:
+    if run.has_engine:
         return "Most at once", "Each further token", *costs
     return "Largest batch", "Time per token", *costs
 

@@ -11,7 +11,6 @@ from whichlora.page.form import command
 from whichlora.predict.cost_words import between, format_money, price_in_words, spot_in_words
 from whichlora.predict.words import amount_in_words, describe
 from whichlora.spec.results import Answers, Prediction
-from whichlora.spec.run import TRANSFORMERS
 from whichlora.units import counted, format_bytes, format_count, format_seconds
 
 _MILLION = 10**6
@@ -139,7 +138,7 @@ def largest_part(asked: Asked, gpu: str) -> Part:
     except ConfigError as error:
         return {"part": "largest", "name": "Largest batch", "value": UNKNOWN, "note": str(error)}
     size = largest.run.batch_size if largest.verdict == "fits" else 0
-    served = largest.run.phase == "inference" and largest.run.serving != TRANSFORMERS
+    served = largest.run.phase == "inference" and largest.run.has_engine
     note = next(note for note in largest.notes if note not in asked.notes)
     return {
         "part": "largest",

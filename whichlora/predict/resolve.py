@@ -515,10 +515,10 @@ def _check_serving(job: ResolvedRun) -> None:
             "leave it out"
         )
     if run.phase == "finetune":
-        if run.serving != TRANSFORMERS:
+        if run.has_engine:
             raise ConfigError(f"serving: {run.serving} is of inference; give phase inference")
         return
-    if engine.name != TRANSFORMERS and job.model.streams is not None:
+    if run.has_engine and job.model.streams is not None:
         raise ConfigError(
             f"serving: {engine.name} is not predicted for {job.model.name}, whose stream has "
             f"{job.model.streams.num_states} states; leave serving out"
@@ -546,7 +546,7 @@ def _check_serving(job: ResolvedRun) -> None:
                 )
             _check_card(card, engine)
     on_linears = job.method.find_targets is None
-    if run.serve == "as-trained" and not on_linears and engine.name != TRANSFORMERS:
+    if run.serve == "as-trained" and not on_linears and run.has_engine:
         instead = "serve merged" if job.method.merges else f"serving {TRANSFORMERS}"
         raise ConfigError(
             f"serving: {engine.name} serves adapters of linear layers, not what {job.method.name} "

@@ -7,7 +7,7 @@ from whichlora.serving import get_engine
 from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction, TrainingTotal
-from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.spec.run import RunConfig
 from whichlora.tasks import task_of
 from whichlora.units import counted, format_bytes, format_count, rows_are
 
@@ -19,7 +19,7 @@ def kind(run: RunConfig) -> str:
     """Method or serving form of a run."""
     if run.phase == "finetune":
         return method_in_words(run)
-    if run.serving != TRANSFORMERS:
+    if run.has_engine:
         return f"{_engine(run)}, {form_in_words(run)}"
     task = task_of(run)
     if task is not None:
@@ -47,7 +47,7 @@ def method_in_words(run: RunConfig) -> str:
 def describe(run: RunConfig) -> str:
     """One line that names a candidate."""
     name = run.model.split("/")[-1]
-    if run.phase == "inference" and run.serving != TRANSFORMERS:
+    if run.phase == "inference" and run.has_engine:
         return (
             f"{name} served by {_engine(run)}, {form_in_words(run)}, {run.batch_size} at once, "
             f"context {run.longest_sequence}"

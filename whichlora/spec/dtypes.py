@@ -26,7 +26,6 @@ from whichlora.spec.run import (
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
     MOST_COUNT,
-    TRANSFORMERS,
     CacheFormat,
     RunConfig,
 )
@@ -262,7 +261,7 @@ def resolve_dtypes(
         compute_capability=compute_capability,
         libraries=run.versions,
         quantises_experts=run.quantize_moe_experts,
-        wide_expert_biases=quant == "mxfp4" and run.engine == TRANSFORMERS,
+        wide_expert_biases=quant == "mxfp4" and not run.has_engine_kernels,
         loads_at_once=quant in BNB_QUANTS,
         finds_outliers=run.llm_int8_threshold > 0,
     )
@@ -277,12 +276,7 @@ def _four_bit_compute(run: RunConfig, quant: str, half: int) -> dict[str, Any]:
     compute_dtype = run.compute_dtype
     run_dtype = "float16" if run.precision.startswith("fp16") else "bfloat16"
     follows = run_dtype == "bfloat16" and run.versions.linear4bit_follows_input
-    if (
-        quant not in FOUR_BIT_BNB
-        or run.engine != TRANSFORMERS
-        or compute_dtype == "auto"
-        or follows
-    ):
+    if quant not in FOUR_BIT_BNB or run.has_engine_kernels or compute_dtype == "auto" or follows:
         return {"half_bytes": half, "four_bit_bytes": half}
     size = 4 if compute_dtype == "float32" else half
     recasts = compute_dtype not in ("float32", run_dtype)

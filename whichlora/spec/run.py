@@ -428,8 +428,7 @@ class RunConfig:
                 "adapter_dtype: PEFT makes adapters as wide as a float32 base, got bfloat16; use "
                 "adapter_dtype auto, or base_dtype auto"
             )
-        of_engine = self.serving != TRANSFORMERS
-        _at_least("concurrency" if of_engine else "batch_size", self.batch_size, 1)
+        _at_least("concurrency" if self.has_engine else "batch_size", self.batch_size, 1)
         self._check_lengths()
         _at_least("r", self.r, 1, "; common values are 8, 16 and 64")
         _at_least("lora_alpha", self.lora_alpha, 1)
@@ -586,6 +585,16 @@ class RunConfig:
         return of_steps or self.gradient_accumulation_steps > 1
 
     @property
+    def has_engine(self) -> bool:
+        """Whether an engine serves it, which has a pool and queues, in place of `generate`."""
+        return self.serving != TRANSFORMERS
+
+    @property
+    def has_engine_kernels(self) -> bool:
+        """Whether its forward is that of an engine, also of one that a trainer asks for answers."""
+        return self.engine != TRANSFORMERS
+
+    @property
     def engine(self) -> str:
         """Whose forward serves it: that of transformers, or of an engine with its own kernels."""
         return "vllm" if self.kv_cache == "vllm" else self.serving
@@ -644,7 +653,7 @@ class RunConfig:
             if pairs:
                 values[name] = dict(pairs)
         del values["serving"], values["serving_options"], values["context"]
-        if self.serving != TRANSFORMERS:
+        if self.has_engine:
             values |= {"serving": self.serving, "serving_options": dict(self.serving_options)}
         if self.context is not None:
             values["context"] = self.context

@@ -7,7 +7,7 @@ from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, Real, largest, smallest
-from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.spec.run import RunConfig
 from whichlora.symbolic.kernels import FUSED, attention_kernel, is_grouped, is_masked, repeats_keys
 from whichlora.symbolic.mla import expands_cache
 from whichlora.timing import traffic
@@ -172,7 +172,7 @@ def _cache_work(
     if decoding:
         passes = read_passes(attention, dtypes, context)
         appending = 2 * (run.kv_cache == "dynamic")  # which is read and written whole
-        if run.engine == TRANSFORMERS:  # vLLM's kernels split keys, and expand no latents
+        if not run.has_engine_kernels:  # vLLM's kernels split keys, and expand no latents
             if expands_cache(attention):
                 read = (attention.k_width + attention.v_width) * context
             waited = waited_passes(
@@ -186,7 +186,7 @@ def _cache_work(
     moved = moved + (keys + attention.state_elements) * appending
     states = batch_size * attention.recurrent_elements * 4  # in fp32
     converted = conversion(run, dtypes, decoding=decoding)
-    appends = run.engine == TRANSFORMERS and bool(attention.cache_elements)
+    appends = not run.has_engine_kernels and bool(attention.cache_elements)
     return Work(
         attention_bytes=batch_size * (moved + keys * waited) * dtypes.compute_bytes,
         elementwise_bytes=batch_size * converted.element_bytes * keys
@@ -292,7 +292,7 @@ def served_layers(
         product_flops = product_flops + count * 2 * tokens * of_encoder
         further = further_reading_flops(layer, batch_size, tokens)
         product_flops = product_flops + count * further
-    elif run.engine == TRANSFORMERS:
+    elif not run.has_engine_kernels:
         further = (batch_size * context - rows) * _expanding_weights(layer)
         product_flops = product_flops + count * 2 * further
     visited = visited_weights(layer, rows) - of_encoder * decoding
@@ -404,7 +404,7 @@ def inference_work(
         if not (decoding and model.task == "seq2seq-lm" and group.stack == "encoder")
     )
     launches = layers.launches + outside_ops(model) + 0 * tokens
-    serving = run.engine == "vllm"
+    serving = run.has_engine_kernels
     if decoding and serving:
         by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS
         eager = (context > VLLM_CAPTURED_TOKENS) * dtypes.libraries.graphs_end_early

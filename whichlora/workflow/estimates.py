@@ -49,7 +49,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Answers, FileKey, Prediction, Refused, TracedPeak
-from whichlora.spec.run import ALL_LINEAR, TRANSFORMERS, Engine, RunConfig
+from whichlora.spec.run import ALL_LINEAR, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
 from whichlora.spec.words import unknown
 from whichlora.store import hub, models
@@ -476,7 +476,7 @@ def _estimate(
         return predict(model, run, gpu, calibration, traced=traced)
     if maximise is None:
         return predictor.predict(model, run, gpu, calibration)
-    if run.serving != TRANSFORMERS:
+    if run.has_engine:
         return _most_served(model, run, gpu, calibration, maximise, predictor)
     most = largest_that_fits(model, run, gpu, calibration, maximise)
     largest = with_size(run, maximise, max(1, most.value))
@@ -664,7 +664,7 @@ def _check_traceable(run: RunConfig, model: ModelSpec) -> None:
     if _is_unknown(model):
         model_type = model.config.get("model_type")
         lacking = f"predicted by formulas, which do not know model_type {model_type!r}"
-    if run.phase == "inference" and run.serving != TRANSFORMERS:
+    if run.phase == "inference" and run.has_engine:
         fault = f"a trace is of transformers' generate, got {run.serving}; use --engine ledger"
         if lacking:
             fault = f"{run.serving} is {lacking}; leave it out: generate is traced"

@@ -38,7 +38,7 @@ def files_of(plan: Plan) -> list[Path]:
     names += [COMPARISON_FILE] * (plan.profile != "none")
     names += _DATA * (plan.dataset.kind != "counts")
     names += _SPREAD * plan.is_spread
-    names += [SERVE_FILE] * (plan.inference.serving != "transformers")
+    names += [SERVE_FILE] * plan.inference.has_engine
     return [plan.output_dir / name for name in names]
 
 
