@@ -9,43 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods.base import AdapterWork, FrozenTensor, Method
+from whichlora.methods.lora_starts import (
+    START,
+    STARTS,
+    start_bytes,
+    start_notes,
+    start_of,
+    start_refusal,
+    start_settings,
+)
 from whichlora.methods.operators import counted
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
-from whichlora.spec.options import Option
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
-START = Option(
-    name="init_lora_weights",
-    summary="how A and B start; a start changes loading, and no step",
-    default="true",
-    choices=(
-        "true",
-        "false",
-        "gaussian",
-        "orthogonal",
-        "pissa",
-        *(f"pissa_niter_{number}" for number in (4, 8, 16, 32)),
-        "olora",
-        "loftq",
-        "eva",
-        "corda",
-        "lora_ga",
-        "mica",
-    ),
-)
-_OF_DATA = {  # starts that read batches before the first step, and what of PEFT runs them
-    "eva": "initialize_lora_eva_weights",
-    "corda": "preprocess_corda",
-    "lora_ga": "preprocess_loraga",
-}
-_WIDE_ALONE = ("pissa", "corda", "loftq", "lora_ga", "mica")  # of a weight in 16 or 32 bits
-_LOFTQ = {"loftq_bits": 4, "loftq_iter": 1}  # the defaults of `peft.LoftQConfig`
 _PLAIN: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
     "rank_pattern": (None, {}),
     "layers_to_transform": (None, []),
@@ -196,66 +178,24 @@ def folded(ops: OpEmitter, linear: Linear) -> Tensor:
 # --- starts
 
 
-def start_bytes(start: str, linears: Sequence[tuple[Linear, int]], dtypes: Dtypes, r: Count) -> int:
-    """Beside the loaded model at the largest moment of making adapters that start from weights.
-
-    PiSSA has the fp32 weight, its singular vectors, and the product and the difference of the
-    residual; OLoRA the fp32 weight, Q, R and the product. LoRA-GA has a gradient of every target.
-    One target comes after the other; the other starts take no more than the factors.
-
-    Kind: lower bound: workspaces of cuSOLVER, and a LoRA-GA step's activations, are left out.
-    Source: peft 0.21.2 `LoraLayer.pissa_init`, `olora_init`; `loraga.estimate_gradients`.
-    """
-    if start == "lora_ga":
-        return sum(linear.num_weights * count for linear, count in linears) * dtypes.base_bytes
-    return max((_decomposed_bytes(start, linear, dtypes) for linear, _ in linears), default=0)
-
-
-def _decomposed_bytes(start: str, linear: Linear, dtypes: Dtypes) -> int:
-    num_weights = linear.in_features * linear.out_features
-    vectors = min(linear.in_features, linear.out_features)
-    vectors *= linear.in_features + linear.out_features
-    widened = num_weights if dtypes.base_bytes != 4 or is_quantised(linear, dtypes) else 0
-    if start == "pissa":
-        return 4 * (widened + vectors + 2 * num_weights)
-    if start == "olora":
-        return 4 * (widened + vectors + num_weights)
-    if start.startswith("pissa"):  # `svd_lowrank` makes thin factors
-        return 4 * (widened + 2 * num_weights)
-    if start == "mica":
-        return 4 * (widened + vectors)
-    return 4 * (widened + 2 * num_weights) if start in ("corda", "loftq") else 0
-
-
-def start_refusal(start: str, linear: Linear, quant: str) -> str:
-    """Why `start` can't be made of a matrix. Source: peft 0.21.2 `LoraLayer.update_layer`."""
-    quantised = linear.is_stored_in(quant)
-    if quantised and start.startswith(_WIDE_ALONE):
-        return f"init_lora_weights {start} needs weights in 16 or 32 bits, not {quant}"
-    if start == "olora" and linear.transposed and linear.in_features != linear.out_features:
-        return "init_lora_weights olora takes no Conv1D that is not square"
-    if start != "true" and not linear.is_module and linear.count > 1:
-        return f"init_lora_weights {start} is predicted for linear layers, not for experts"
-    return ""
-
-
 def with_start(run: RunConfig) -> dict[str, Any]:
-    return of_start(str(START.of(run.method_options)))
+    return of_start(start_of(run))
 
 
-def of_start(start: str) -> dict[str, Any]:
-    """The fields of LoRA that `start` decides."""
-    if start == START.default:
+def of_start(name: str) -> dict[str, Any]:
+    """The fields of LoRA that its start decides."""
+    if name == START.default:
         return {}
+    start = STARTS[name]
     fields: dict[str, Any] = {
-        "start_bytes": partial(start_bytes, start),
-        "refuses": partial(start_refusal, start),
-        "reads_batches": _OF_DATA.get(start, ""),
+        "start_bytes": lambda linears, dtypes, r: start_bytes(start, linears, dtypes),
+        "refuses": partial(start_refusal, name),
+        "reads_batches": start.reads_batches,
     }
-    return fields | (_of_mica() if start == "mica" else {})
+    return fields | (_with_frozen_b() if start.freezes_b else {})
 
 
-def _of_mica() -> dict[str, Any]:
+def _with_frozen_b() -> dict[str, Any]:
     """MiCA (arXiv:2604.01694) freezes B. Source: peft 0.21.2 `MiCALinearVariant`."""
 
     def frozen_b(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
@@ -280,18 +220,6 @@ def _of_mica() -> dict[str, Any]:
         "folded": None,
         "work": partial(work_of_one_factor, frozen=1),
     }
-
-
-def start_settings(start: str) -> dict[str, Any]:
-    """Arguments of `peft.LoraConfig` that choose `start`; train.py refuses those of data.
-
-    Source: peft 0.21.2 `LoraConfig.__post_init__`.
-    """
-    if start == START.default:
-        return {}
-    words = {"false": False}
-    more = {"loftq_config": dict(_LOFTQ)} if start == "loftq" else {}
-    return {"init_lora_weights": words.get(start, start)} | more
 
 
 # --- work
@@ -333,7 +261,7 @@ def peft_config(run: RunConfig) -> dict[str, Any]:
         "target_modules": ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
         "bias": run.bias,
         **({"use_rslora": True} if run.use_rslora else {}),
-        **start_settings(str(START.of(run.method_options))),
+        **start_settings(start_of(run)),
     } | ({"modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {})
 
 
@@ -375,7 +303,7 @@ def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
     texts = experts_notes(adapts_experts and bool(run.lora_dropout))
     if run.phase == "finetune" and (run.use_rslora or run.loraplus_lr_ratio != 1):
         texts += ("rsLoRA and LoRA+ take the bytes and the time of plain LoRA",)
-    return texts + _notes_of_start(run)
+    return texts + start_notes(run)
 
 
 def experts_notes(refused: bool) -> tuple[str, ...]:
@@ -385,16 +313,6 @@ def experts_notes(refused: bool) -> tuple[str, ...]:
     return (
         "PEFT 0.21 refuses DoRA and dropout on experts; leave them out with "
         "target_modules attention",
-    )
-
-
-def _notes_of_start(run: RunConfig) -> tuple[str, ...]:
-    start = str(START.of(run.method_options))
-    if run.phase != "finetune" or start not in _OF_DATA:
-        return ()
-    return (
-        f"{start} runs peft's {_OF_DATA[start]} over batches before the first step, which is not "
-        "predicted",
     )
 
 

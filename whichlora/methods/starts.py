@@ -12,6 +12,7 @@ from typing import Any
 
 from whichlora.methods import lora
 from whichlora.methods.base import Method
+from whichlora.methods.lora_starts import START
 from whichlora.spec.run import RunConfig
 
 # name: `init_lora_weights` of peft 0.21.2, and what the start reads
@@ -28,7 +29,7 @@ _STARTS = {
 
 def _with_start(name: str, start: str, reads: str) -> Method:
     def stated(run: RunConfig) -> RunConfig:
-        return replace(run, method_options=((lora.START.name, start),))
+        return replace(run, method_options=((START.name, start),))
 
     def peft_config(run: RunConfig) -> Mapping[str, Any]:
         return lora.peft_config(stated(run))
