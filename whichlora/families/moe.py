@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from whichlora.families.blocks import FeedForward, mlp, moe
@@ -254,7 +255,8 @@ def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid", **overrides: 
 
 
 def _mixtral(c: Fields) -> ModelSpec:
-    return decoder(c, feed_forward=experts_in_every_layer(c, routing="softmax_wide"))
+    spec = decoder(c, feed_forward=experts_in_every_layer(c, routing="softmax_wide"))
+    return replace(spec, rotary_tables_before="4.48")
 
 
 def _qwen2_moe(c: Fields) -> ModelSpec:

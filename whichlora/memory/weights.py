@@ -323,7 +323,7 @@ def rotary_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     most = dtypes.kernels.rope_positions
     if most is not None:
         positions = min(positions, most)
-    elif not dtypes.libraries.has_rotary_tables(model.model_type):
+    elif not dtypes.libraries.older("transformers", model.rotary_tables_before):
         return 0
     rotated = sum(
         count * attention.rotary_dim

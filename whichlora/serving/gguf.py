@@ -169,6 +169,7 @@ class Tensor:
         count: matrices beside each other, of experts or heads.
         type: empty where the mix of the file decides.
         linear: the matrix that it is, or is a part of.
+        is_expert: llama.cpp counts it among the experts, which may stay on the host.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Tensor:
     type: str = "F32"
     suffix: str = ".weight"
     linear: Linear | None = None
+    is_expert: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -196,12 +198,8 @@ class Tensor:
             type=stored,
             suffix=self.suffix,
             linear=self.linear,
+            is_expert=self.is_expert,
         )
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether llama.cpp counts it among the experts that may stay on the host."""
-        return self.name.endswith("_exps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,9 +484,11 @@ def matrices(
                 count=linear.count,
                 type="F32" if is_router else "",
                 linear=linear,
+                is_expert=linear.count > 1,
             )
             if linear.bias:
-                yield vector(whole, num_rows // linear.count, linear.count, suffix=".bias")
+                bias = vector(whole, num_rows // linear.count, linear.count, suffix=".bias")
+                yield replace(bias, is_expert=linear.count > 1)
 
 
 def vector(name: str, row: int, num_rows: int = 1, *, suffix: str = ".weight") -> Tensor:

@@ -1120,6 +1120,8 @@ class ModelSpec:
         label_heads: those of its classes for labels by the name of a task, with one label.
         label_head: the one of them that it is loaded with, in place of the vocabulary's.
         pooling: how its last hidden states become the embedding of a text, in place of any head.
+        rotary_tables_before: release of transformers up to which each attention keeps cosines and
+            sines of every position.
         splits_embeddings: each of two stacks has a table of tokens of its own (T5Gemma).
         embeds_in_steps: looked-up rows are multiplied by something before they are the stream.
         widens_logits: the loss of an encoder-decoder casts its logits to fp32 itself (T5Gemma).
@@ -1185,6 +1187,7 @@ class ModelSpec:
     scales_head_input: bool = False
     biases_logits: bool = False
     rotates_each_kind: bool = False
+    rotary_tables_before: str = "4.42"
     splits_embeddings: bool = False
     embeds_in_steps: bool = False
     widens_logits: bool = False

@@ -307,10 +307,6 @@ class Libraries:
         is_first = self.older("vllm", "0.8")
         return is_first and (self.older("vllm", "0.6.3") or not self.older("vllm", "0.6.4"))
 
-    def has_rotary_tables(self, model_type: str) -> bool:
-        """Each attention keeps cosines and sines of every position the model knows."""
-        return self.older("transformers", "4.48" if model_type == "mixtral" else "4.42")
-
     @property
     def sft_fuses_head(self) -> bool:
         """TRL's `SFTTrainer` has a loss of its own, which Liger's does not replace.
