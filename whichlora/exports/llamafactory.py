@@ -366,7 +366,7 @@ def _by_its_trainer(run: RunConfig) -> tuple[RunConfig, str]:
     names = [option.name for option in trainer.options]
     options = tuple(sorted((name, value) for name, value in keys.items() if name in names))
     note = (
-        f"LLaMA-Factory's {trainer.library_class.rpartition('.')[2]} makes a log-softmax of whole "
+        f"LLaMA-Factory's {trainer.class_name} makes a log-softmax of whole "
         "logits in fp32, also of the reference, as which it is predicted"
     )
     return replace(run, trainer=trainer.name, trainer_options=options), note

@@ -9,7 +9,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch, Tool, method_settings, names_or_pattern
 from whichlora.imports.peft_configs import other_adapter
-from whichlora.imports.python_calls import ARGUMENTS, BI_ENCODER, is_trainer
+from whichlora.imports.python_calls import ARGUMENTS, is_trainer, model_wrappers
 from whichlora.imports.python_releases import written_for
 from whichlora.imports.python_values import TRAINING
 from whichlora.imports.trainer import (
@@ -64,6 +64,7 @@ _OF_TOKENIZER, _PADS = "tokenizer.model_max_length", "tokenizer.padding"
 _WIDE = "float32"
 _OF_UNSLOTH = "Fast"  # FastLanguageModel and others, which choose the dtype by the GPU
 _THRESHOLD = "BitsAndBytesConfig.llm_int8_threshold"
+_LIBRARIES = ("transformers", trl.LIBRARY, "sentence_transformers")  # whose classes are read
 _KBIT = "prepare_model_for_kbit_training"
 _COMPUTES = "BitsAndBytesConfig.bnb_4bit_compute_dtype"
 _QUANTISED = "from_pretrained.quantization_config"
@@ -72,7 +73,7 @@ _QUANTISED = "from_pretrained.quantization_config"
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     trainer = called_trainer(keys)
     arguments = keys.word(ARGUMENTS)
-    launch, older = written_for(keys, launch, arguments)
+    launch, older = written_for(keys, launch, trainer, arguments)
     quant = _quant(keys)
     outliers = keys.of_run({_THRESHOLD: "llm_int8_threshold"}) if quant == "int8" else {}
     adapter = adapter_settings(keys, "LoraConfig", quant, r=8, lora_alpha=8, targets=PEFT_DEFAULT)
@@ -86,7 +87,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         launch,
         quant,
         adapter,
-        is_trl=trainer.library_class.startswith("trl."),
+        is_trl=trainer.library == trl.LIBRARY,
         plain_arguments=arguments.endswith(TRAINING),
         usual_length=LENGTH_DEFAULT if trainer.length_argument else None,
     )
@@ -181,9 +182,7 @@ def called_trainer(keys: Keys) -> Trainer:
     """Whose steps they are, by the class that the script calls."""
     called = keys.word("Trainer", "Trainer")
     by_class = {
-        each.library_class.rpartition(".")[2]: each
-        for each in list_trainers().values()
-        if each.library_class.startswith(("trl.", "transformers.", "sentence_transformers."))
+        each.class_name: each for each in list_trainers().values() if each.library in _LIBRARIES
     }
     called = "Trainer" if called == "Seq2SeqTrainer" else called
     if called not in by_class and other_trainer(called):
@@ -312,7 +311,7 @@ def _missing_dtype(keys: Keys, launch: Launch, quant: str) -> tuple[str, str]:
     loads, libraries = keys.word("from_pretrained"), launch.libraries
     if loads.startswith(_OF_UNSLOTH):
         return "bfloat16", "a checkpoint in bfloat16"
-    is_wide = loads == BI_ENCODER or "Classification" in loads
+    is_wide = loads in model_wrappers() or "Classification" in loads
     return missing_dtype(
         trl.defaults(libraries) if is_trainer(loads) else plain_defaults(libraries),
         libraries,

@@ -24,7 +24,7 @@ from whichlora.imports.python_values import (
     unreached,
     values_of,
 )
-from whichlora.trainers import list_trainers
+from whichlora.trainers import Trainer, list_trainers
 
 IMPORT = "import "  # before the name of a library
 ARGUMENTS = "arguments"  # of the trainer: their class
@@ -37,7 +37,6 @@ _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "ma
 _OWN_PARSER = "HfArgumentParser"  # which reads training arguments of a command, too
 _INIT = "model_init_kwargs"
 _LONGEST = "model_max_length"
-BI_ENCODER = "SentenceTransformer"
 _PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
@@ -188,10 +187,12 @@ def settings_in(
         line, init = lines.get(_INIT, 1), values.pop(_INIT, {})
         init = init if isinstance(init, dict) else {"dtype": init} if init is not None else {}
         note(line, _prefixed(LOADS, init))
-    if values.get(LOADS) == BI_ENCODER:
+    trainer = model_wrappers().get(str(values.get(LOADS)))
+    if trainer is not None:
+        settings = [option.name for option in trainer.options]
         for call in calls:
-            if call.name.endswith("Loss"):
-                note(call.line, {"loss": call.name, **_some(call.options, "mini_batch_size")})
+            if call.name.endswith(trainer.loss_ending):
+                note(call.line, {**_some(call.options, *settings), "loss": call.name})
         if "max_seq_length" in named.attributes:
             note(1, {"max_seq_length": named.read(named.attributes["max_seq_length"])})
     if _LONGEST in named.attributes:  # which is set after the tokenizer is loaded
@@ -228,7 +229,7 @@ def _handed_over(call: Call, adapters: Container[str], arguments: Container[str]
         of_old_trl = _some(call.options, "max_seq_length", "max_length", "packing")  # before 0.13
         old = _prefixed("Trainer", dict.fromkeys(OLD_ARGUMENTS & call.options.keys(), True))
         return {"Trainer": call.name, **_loaded_by(call), **of_old_trl, **old}
-    if call.name == BI_ENCODER and call.arguments:
+    if call.name in model_wrappers() and call.arguments:
         options = call.options.get("model_kwargs", {})
         model_options = options if isinstance(options, dict) else {}
         return {LOADS: call.name, **_prefixed(LOADS, {"model": call.arguments[0], **model_options})}
@@ -257,6 +258,12 @@ def _loaded_by(trainer: Call) -> dict[str, Any]:
 def is_trainer(name: str) -> bool:
     """Whether a class trains: one of a library, or one that a script derives from it."""
     return name.endswith("Trainer")
+
+
+def model_wrappers() -> dict[str, Trainer]:
+    """Classes that hold a model of transformers, with the trainer of each."""
+    wrapping = (trainer for trainer in list_trainers().values() if trainer.model_class)
+    return {trainer.model_class.rpartition(".")[2]: trainer for trainer in wrapping}
 
 
 def _argument_classes() -> frozenset[str]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from whichlora.imports.base import Keys, Launch
 from whichlora.spec.versions import Libraries, release_numbers
+from whichlora.trainers import Trainer
+from whichlora.trainers.trl import LIBRARY
 
 # Arguments of trainers → the last release of TRL that takes them. Read: the classes of 0.11.4 to
 # 1.9.0; "tokenizer" is "processing_class" since.
@@ -60,7 +62,9 @@ OLD_ARGUMENTS = frozenset({name for names in _TRAINERS.values() for name in name
 _NEWEST_ASKS = "4.56.2"  # of transformers, TRL 1.9
 
 
-def written_for(keys: Keys, launch: Launch, arguments: str) -> tuple[Launch, Mapping[str, str]]:
+def written_for(
+    keys: Keys, launch: Launch, trainer: Trainer, arguments: str
+) -> tuple[Launch, Mapping[str, str]]:
     """`launch` under the newest releases that take all arguments, and these; else empty.
 
     Where the user states libraries, nothing changes, and a note says what they refuse.
@@ -69,13 +73,11 @@ def written_for(keys: Keys, launch: Launch, arguments: str) -> tuple[Launch, Map
         arguments: class of the training arguments; empty where it is not known.
     """
     now = launch.libraries
-    trainer = keys.word("Trainer", "Trainer")
-    of_trainer, of_config = _TRAINERS.get(trainer, {}), _CONFIGS.get(arguments, {})
-    given = sorted(name for name in keys.under("Trainer") if name in of_trainer)
+    name = trainer.class_name
+    of_trainer, of_config = _TRAINERS.get(name, {}), _CONFIGS.get(arguments, {})
+    given = sorted(each for each in keys.under("Trainer") if each in of_trainer)
     asked = (
-        _Asked("transformers", "Trainer", {name: of_trainer[name] for name in given})
-        if trainer == "Trainer"
-        else _Asked("trl", trainer, {name: of_trainer[name] for name in given}),
+        _Asked(trainer.library, name, {each: of_trainer[each] for each in given}),
         _Asked("trl", arguments, {n: last for n, last in of_config.items() if n in keys}),
         _Asked("transformers", _PLAIN, {n: last for n, last in _ARGUMENTS.items() if n in keys}),
     )
@@ -83,7 +85,7 @@ def written_for(keys: Keys, launch: Launch, arguments: str) -> tuple[Launch, Map
     if not what or launch.states_libraries:
         keys.assumed += [what] if what else []
         return launch, {}
-    older = _releases(now, asked, uses_trl=trainer != "Trainer")
+    older = _releases(now, asked, uses_trl=trainer.library == LIBRARY)
     shown = ",".join(f"{name}={version}" for name, version in older.items())
     keys.assumed.append(f"{what}; predicted as --libraries {shown}, which take it")
     return replace(launch, libraries=replace(now, **older)), older
@@ -100,18 +102,19 @@ class _Asked:
     def refusal(self, now: Libraries) -> str:
         """What the library refuses; empty for nothing."""
         names = [name for name, last in self.lasts.items() if now.newer(self.library, last)]
-        version = getattr(now, self.library)
-        return (
-            f"{self.library} {version} refuses {', '.join(names)} of {self.owner}" if names else ""
-        )
+        if not names:
+            return ""
+        release = f"{self.library} {getattr(now, self.library)}"
+        return f"{release} refuses {', '.join(names)} of {self.owner}"
 
 
 def _releases(now: Libraries, asked: Sequence[_Asked], *, uses_trl: bool) -> dict[str, str]:
     """The newest releases that go together and take all that is asked."""
     most = {"trl": now.trl, "transformers": now.transformers}
     for each in asked:
-        lasts = (most[each.library], *each.lasts.values())
-        most[each.library] = min(lasts, key=release_numbers)
+        if each.lasts:
+            lasts = (most[each.library], *each.lasts.values())
+            most[each.library] = min(lasts, key=release_numbers)
     if not uses_trl:
         return {"transformers": most["transformers"]}
     newest = (now.trl, _NEWEST_ASKS, now.transformers)

@@ -27,7 +27,7 @@ from whichlora.imports.trainer import (
 from whichlora.parallel import get_strategy
 from whichlora.spec.run import BNB_QUANTS, DEFAULT_TARGETS, FOUR_BIT_BNB
 from whichlora.trainers import BUILT_IN, get_trainer
-from whichlora.trainers.trl import defaults
+from whichlora.trainers.trl import LIBRARY, defaults
 
 LENGTH_DEFAULT = 1024
 _LOADS = {"load_in_4bit": False, "load_in_8bit": False}
@@ -36,7 +36,7 @@ _STORAGE = "bnb_4bit_quant_storage"
 _TRAINERS = tuple(  # with the dtypes that are read below
     name
     for name, trainer in BUILT_IN.items()
-    if trainer.library_class.startswith("trl.") and "experimental" not in trainer.library_class
+    if trainer.library == LIBRARY and "experimental" not in trainer.library_class
 )
 # Trainers whose files are not read → the nearest that is predicted, and what it is beside them.
 _WITH_PROMPTS = ("grpo", "which writes answers and holds a reference, too")

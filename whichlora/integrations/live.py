@@ -500,7 +500,7 @@ def _adapters(model: Any, method: Method) -> Iterator[Any]:
 def _older_libraries(trainer: Trainer) -> tuple[tuple[str, str], ...]:
     """Installed versions that are older than the formulas'; newer ones are taken as these."""
     modelled = Libraries()
-    package = trainer.library_class.partition(".")[0]
+    package = trainer.library
     of_trainer = [package] if package not in _LIBRARIES and hasattr(modelled, package) else []
     older = []
     for name in (*_LIBRARIES, *of_trainer):

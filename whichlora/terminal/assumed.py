@@ -79,7 +79,7 @@ def _by_themselves(told: Sequence[tuple[Prediction, Assumed]]) -> Iterator[str]:
 
 def _called(run: RunConfig) -> str:
     trainer = get_trainer(run.trainer)
-    return trainer.library_class.rpartition(".")[2] or f"a {trainer.name}"
+    return trainer.class_name or f"a {trainer.name}"
 
 
 def _memory(group: Sequence[tuple[Prediction, Assumed]]) -> str:

@@ -103,7 +103,7 @@ def trainer_of(library_class: str) -> Trainer:
 
 def requirement(run: RunConfig) -> str:
     """What pip installs for the trainer of `run` beside the `profile` extra; empty for nothing."""
-    package = get_trainer(run.trainer).library_class.partition(".")[0]
+    package = get_trainer(run.trainer).library
     if package in ("", "transformers"):
         return ""
     version = getattr(run.versions, package, "")

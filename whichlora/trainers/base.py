@@ -270,6 +270,7 @@ class Trainer:
         model_class: dotted name of the class that it trains, which holds the model of transformers;
             empty where that is trained itself.
         loss: what it is handed as its loss; None where it has its own.
+        loss_ending: of the names of the classes of losses that it is handed.
         length_argument: the argument of that class that cuts rows to seq_len; empty where there is
             none.
         turned_on: arguments that this class turns on where nobody says.
@@ -333,6 +334,7 @@ class Trainer:
     config_class: str = ""
     model_class: str = ""
     loss: Callable[[RunConfig], Loss | None] = _own_loss
+    loss_ending: str = ""
     length_argument: str = ""
     turned_on: tuple[str, ...] = ()
     makes_adapters: bool = False
@@ -376,6 +378,16 @@ class Trainer:
     rate_source: str = "TRL's SFTConfig"
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
+
+    @property
+    def library(self) -> str:
+        """The package of its class; empty where a script writes its steps out."""
+        return self.library_class.partition(".")[0]
+
+    @property
+    def class_name(self) -> str:
+        """That of its class without the package; empty, too."""
+        return self.library_class.rpartition(".")[2]
 
     def sequences(self, run: RunConfig) -> int:
         """Those of one example."""

@@ -100,6 +100,7 @@ TRAINER = replace(
     config_class="sentence_transformers.SentenceTransformerTrainingArguments",
     model_class="sentence_transformers.SentenceTransformer",
     loss=_loss,
+    loss_ending="Loss",
     options=(LOSS, MINI_BATCH, NEGATIVES),
     loss_heads=("hf",),
     rows="anchors",

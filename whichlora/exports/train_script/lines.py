@@ -41,7 +41,7 @@ def predicted_versions(run: RunConfig) -> dict[str, str]:
     uses["peft"] = not get_method(run.method).trains_base
     uses["bitsandbytes"] = (run.quant or "none") in BNB_QUANTS
     uses[library_of(run.optimizer)] = True
-    uses[get_trainer(run.trainer).library_class.partition(".")[0]] = True
+    uses[get_trainer(run.trainer).library] = True
     return {
         name: getattr(run.versions, name)
         for name, used in uses.items()
@@ -61,7 +61,7 @@ def has_optimizer(run: RunConfig) -> bool:
 
 def trainer_name(run: RunConfig) -> str:
     """The class that trains, as the script imports it."""
-    return get_trainer(run.trainer).library_class.rpartition(".")[2]
+    return get_trainer(run.trainer).class_name
 
 
 def optimizer_lines(run: RunConfig) -> list[str]:
