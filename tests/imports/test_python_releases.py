@@ -53,6 +53,11 @@ def imported(folder: Path, text: str, **options: object) -> Imported:
             (("transformers", "4.57.6"),),
             "transformers 5.23.0 refuses tokenizer of Trainer",
         ),
+        (
+            'Seq2SeqTrainer(model=model, args=Seq2SeqTrainingArguments("o", no_cuda=False))',
+            (("transformers", "4.57.6"),),
+            "transformers 5.23.0 refuses no_cuda of TrainingArguments",
+        ),
     ],
 )
 def test_arguments_that_were_dropped_ask_for_the_releases_that_took_them(
