@@ -54,9 +54,9 @@ def imported(folder: Path, text: str, **options: object) -> Imported:
             "transformers 5.23.0 refuses tokenizer of Trainer",
         ),
         (
-            'Seq2SeqTrainer(model=model, args=Seq2SeqTrainingArguments("o", no_cuda=False))',
+            'Seq2SeqTrainer(model=model, args=Seq2SeqTrainingArguments("o", push_to_hub_token=""))',
             (("transformers", "4.57.6"),),
-            "transformers 5.23.0 refuses no_cuda of TrainingArguments",
+            "transformers 5.23.0 refuses push_to_hub_token of TrainingArguments",
         ),
     ],
 )
