@@ -7,14 +7,20 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.families.multimodal import TEXT_TOWER
 from whichlora.memory.towers import grid_of
-from whichlora.methods import get_method
+from whichlora.predict.refusals.media import (
+    check_attending,
+    check_beside,
+    check_clips,
+    check_medium,
+    check_pixels,
+    check_tokens,
+    check_tower_targets,
+    check_transcript,
+)
 from whichlora.serving import get_engine
 from whichlora.spec.architecture import Attention, ModelSpec, Tower
-from whichlora.spec.run import ALL_LINEAR, ATTENTION, AUTOCAST_PRECISIONS, RunConfig
-from whichlora.spec.targets import all_linears
+from whichlora.spec.run import RunConfig
 from whichlora.trainers import Trainer
-
-WIDE_PIXEL_BYTES = 4  # fp32, which towers cast themselves
 
 
 def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec:
@@ -26,7 +32,7 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     """
     tower = model.tower
     if tower is not None and tower.transcribes:
-        _check_medium(model, tower, run)
+        check_medium(model, tower, run)
         return _with_sound(model, tower, run, trainer)
     if run.images and model.for_images is not None:
         model = model.for_images
@@ -38,9 +44,9 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         loaded = (*tower.linears, *tower.idle) if loads else ()
         model = replace(model, tower=tower, idle_linears=(*others, *loaded))
     if tower is not None:
-        _check_targets(model, tower, run)
+        check_tower_targets(model, tower, run)
     if tower is not None:
-        _check_medium(model, tower, run)
+        check_medium(model, tower, run)
     if not (run.images or run.audios):
         return _without_media(model, run)
     if tower is None:
@@ -48,11 +54,11 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
             f"images: the tower of {model.name} ({model.model_type}) is not predicted; leave "
             "images out, or choose a model whose images are, such as Qwen/Qwen2.5-VL-7B-Instruct"
         )
-    _check_beside(model, run, trainer, "audio" if tower.hears else "images")
+    check_beside(model, run, trainer, "audio" if tower.hears else "images")
     if tower.attended:
-        _check_attending(model, run)
-    _check_pixels(tower, run)
-    _check_tokens(tower, run)
+        check_attending(model, run)
+    check_pixels(tower, run)
+    check_tokens(tower, run)
     if tower.masks_text == "windows":
         model = _with_masked_windows(model)
     if tower.attended:
@@ -67,14 +73,6 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         embeds_in_steps=model.embeds_in_steps or not tower.attended,
         notes=(*_beside_tower(model.notes), _note(tower, run)),
     )
-
-
-def _check_medium(model: ModelSpec, tower: Tower, run: RunConfig) -> None:
-    """Refuse images for a model that hears, and clips for one that sees."""
-    other = "images" if tower.hears else "audios"
-    if getattr(run, other):
-        reads = "audio, not images" if tower.hears else "images, not audio"
-        raise ConfigError(f"{other}: {model.name} reads {reads}; leave {other} out")
 
 
 def _with_masked_windows(model: ModelSpec) -> ModelSpec:
@@ -176,38 +174,11 @@ def with_lengths(model: ModelSpec, run: RunConfig) -> RunConfig:
     return replace(run, seq_len=seq_len, prompt_len=prompt_len)
 
 
-def _check_length(model: ModelSpec, run: RunConfig) -> None:
-    """Refuse more tokens than there are positions. Source: transformers 5.23 `WhisperDecoder`."""
-    longest, trains = model.longest_input, run.phase == "finetune"
-    names = ("seq_len",) if trains else ("prompt_len", "max_new_tokens")
-    tokens = sum(getattr(run, name) for name in names)
-    if longest is not None and tokens > longest:
-        raise ConfigError(
-            f"{' and '.join(names)}: {tokens} tokens are more than the {longest} that {model.name} "
-            f"writes of one clip; give {longest} or less"
-        )
-
-
 def _with_sound(model: ModelSpec, tower: Tower, run: RunConfig, trainer: Trainer) -> ModelSpec:
     """`model` of which each row has one clip of sound, as long as its encoder always reads."""
-    frozen = run.phase == "finetune" and not get_method(run.method).trains_base
-    for is_wrong, fault in (
-        (
-            frozen and bool(run.use_reentrant),
-            f"use_reentrant: nothing of {model.name} would be trained, since checkpointing makes "
-            "no input of it need a gradient; use false",
-        ),
-        (
-            run.freeze_vision_tower,
-            f"freeze_vision_tower: a frozen encoder of {model.name} is not predicted; leave it out",
-        ),
-    ):
-        if is_wrong:
-            raise ConfigError(fault)
-    if run.audios > 1:
-        raise ConfigError(f"audios: {model.name} transcribes one clip in each row; leave it out")
-    _check_beside(model, run, trainer, "audio")
-    _check_length(model, run)
+    check_clips(model, run)
+    check_beside(model, run, trainer, "audio")
+    check_transcript(model, run)
     positions = grid_of(tower, run).vectors
     note = f"audio: one clip in each row, which the encoder reads as {positions:,} positions"
     return replace(model, notes=(*model.notes, note))
@@ -255,101 +226,3 @@ def _shrunk(run: RunConfig) -> str:
     width, height = run.image_size
     most = run.image_max_pixels
     return f", shrunk to {most:,} pixels" if most is not None and width * height > most else ""
-
-
-def _check_tokens(tower: Tower, run: RunConfig) -> None:
-    setting = "seq_len" if run.phase == "finetune" else "prompt_len"
-    grid, room = grid_of(tower, run), getattr(run, setting)
-    tokens = tower.inputs(run.images, run.audios) * (grid.tokens + grid.markers)
-    if tokens > room and tower.hears:
-        raise ConfigError(
-            f"audios: {run.audios} of {run.audio_seconds:g} s are {tokens:,} tokens, more than "
-            f"{setting} {room:,}, which includes them; give a larger {setting}, or fewer audios"
-        )
-    if tokens > room:
-        width, height = run.image_size
-        raise ConfigError(
-            f"images: {run.images} of {width}x{height} are {tokens:,} tokens, "
-            f"more than {setting} {room:,}, which includes them; give a larger {setting}, fewer "
-            "images, or set image_max_pixels (589824 is 768x768)"
-        )
-
-
-def _check_attending(model: ModelSpec, run: RunConfig) -> None:
-    """Refuse what breaks where several layers attend to images.
-
-    Source: torch 2.13 `CheckpointFunction.backward`; transformers 5.23 `QuantizedLayer.update`,
-    which keeps no `keys` that `_has_cached_cross_attention_states` of modeling_mllama.py finds.
-    """
-    training = run.phase == "finetune"
-    if training and run.gradient_checkpointing and run.use_reentrant:
-        raise ConfigError(
-            f"use_reentrant: each layer of {model.name} that attends to images would go backward "
-            "through the whole tower, which is possible once; use false"
-        )
-    if not training and run.kv_cache == "quantized":
-        raise ConfigError(
-            f"kv_cache: transformers does not find quantized keys of images, so that layers of "
-            f"{model.name} would be skipped after the prompt; use dynamic or static"
-        )
-
-
-def _check_pixels(tower: Tower, run: RunConfig) -> None:
-    """Source: torch 2.13: `mm` takes two tensors of one dtype, autocast casts them before."""
-    autocasts = run.phase == "finetune" and run.precision in AUTOCAST_PRECISIONS
-    casts = tower.pixel_bytes == WIDE_PIXEL_BYTES or run.quant != "none"
-    if not (casts or autocasts or run.precision.startswith("bf16")):
-        raise ConfigError(
-            f"images: the processor makes bf16 pixels, which weights of precision {run.precision} "
-            "can't be multiplied with; use precision bf16"
-        )
-
-
-def _check_targets(model: ModelSpec, tower: Tower, run: RunConfig) -> None:
-    """Source: peft 0.21.2 `LoraModel._create_new_module`."""
-    loads = run.phase == "finetune" or get_engine(run.serving).loads_towers
-    adapts = loads and (run.phase == "finetune" or run.serve == "as-trained")
-    if run.freeze_vision_tower or get_method(run.method).trains_base or not adapts:
-        return
-    named = set(run.target_modules)
-    if ATTENTION in named:
-        named |= {linear.name for linear in all_linears(model)}
-    if refused := sorted(named & set(tower.wraps)):
-        raise ConfigError(
-            f"target_modules: PEFT refuses {', '.join(refused)}, which in the vision tower of "
-            f"{model.name} are no matrices but modules around one; use all-linear, or "
-            "freeze_vision_tower"
-        )
-    if tower.kernel is not None and tower.kernel.name in named:
-        raise ConfigError(
-            f"target_modules: {tower.kernel.name} is the convolution of patches of {model.name}, "
-            "too, whose adapter is not predicted; use all-linear, or freeze_vision_tower"
-        )
-    reached = tower.kernel is not None and any(x.rank_multiple for x in tower.idle)
-    if run.images and reached and ALL_LINEAR in named:
-        raise ConfigError(
-            f"target_modules: PEFT translates those of {model.name} to names, which its "
-            "convolution of patches has, too: not predicted with images; use freeze_vision_tower"
-        )
-
-
-def _check_beside(
-    model: ModelSpec, run: RunConfig, trainer: Trainer, reads: str = "images"
-) -> None:
-    training, tower = run.phase == "finetune", model.tower
-    assert tower is not None  # its caller has looked
-    served = not training and get_engine(run.serving).start is not None
-    fused = run.loss_head == "trl-fused" and not tower.fused_head
-    for is_wrong, fault in (
-        (training and not trainer.takes_images, f"not predicted for trainer {trainer.name}"),
-        (training and fused, f"not predicted for loss_head {run.loss_head}, but for hf"),
-        (served, f"not predicted for serving {run.serving}"),
-        (model.label_head is not None, "predicted for models that write texts, not for a task"),
-        (run.kv_cache in ("vllm", "paged"), f"not predicted for kv_cache {run.kv_cache}"),
-        (run.attn == "eager", "predicted for attn sdpa and flash_attention_2, not for eager"),
-        (run.bias != "none", f"not predicted for bias {run.bias}"),
-    ):
-        if is_wrong:
-            if reads == "images":
-                raise ConfigError(f"images: are {fault}; leave images out")
-            raise ConfigError(f"{reads}: is {fault}; choose another")

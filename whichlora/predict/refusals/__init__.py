@@ -1,0 +1,1 @@
+"""What is refused before anything is predicted: one line each, by what it is about."""

@@ -1,0 +1,107 @@
+"""What is refused of an inference, and of an engine that serves it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from whichlora.errors import ConfigError
+from whichlora.methods import Method
+from whichlora.serving.base import Engine
+from whichlora.serving.scheduler import MOST_CLIENTS
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import TRANSFORMERS, USUAL_SPREAD, RunConfig
+from whichlora.tasks import Task
+
+if TYPE_CHECKING:
+    from whichlora.predict.resolve import ResolvedRun
+
+DYNAMIC = "dynamic"  # the cache of a run that names none
+
+
+def check_form(run: RunConfig, method: Method) -> None:
+    """Refuse a form in which the method's model can't be served, or is not predicted."""
+    if run.serve == "merged" and not (method.merges or method.trains_base):
+        raise ConfigError(
+            f"serve: what {method.name} trains can't be merged into weights; use as-trained"
+        )
+    if run.serve == "as-trained" and method.copies_table:
+        raise ConfigError(
+            f"serve: {method.name} copies the token table in every forward, which is not "
+            "predicted; use merged"
+        )
+
+
+def check_scoring(run: RunConfig, task: Task) -> None:
+    """Refuse what is there for the writing of texts beside a model that only reads them."""
+    for setting, usual in (("serving", TRANSFORMERS), ("kv_cache", DYNAMIC)):
+        if getattr(run, setting) != usual:
+            raise ConfigError(
+                f"{setting}: {getattr(run, setting)} is for models that write texts, and task "
+                f"{task.name} has one that reads them; leave {setting} out"
+            )
+
+
+def check_serving(job: ResolvedRun) -> None:
+    """Refuse an engine beside what it does not read, and what the engine refuses."""
+    run, engine = job.run, job.engine
+    if run.request_rate is not None and not job.has_pool:
+        raise ConfigError(
+            "request_rate: is of an engine that serves; give phase inference and serving vllm, or "
+            "leave it out"
+        )
+    if run.length_spread != USUAL_SPREAD and not job.has_pool:
+        raise ConfigError(
+            "length_spread: is of an engine that serves; give phase inference and serving vllm, or "
+            "leave it out"
+        )
+    if run.phase == "finetune":
+        if run.has_engine:
+            raise ConfigError(f"serving: {run.serving} is of inference; give phase inference")
+        return
+    if run.has_engine and job.model.streams is not None:
+        raise ConfigError(
+            f"serving: {engine.name} is not predicted for {job.model.name}, whose stream has "
+            f"{job.model.streams.num_states} states; leave serving out"
+        )
+    if run.kv_cache in ("vllm", "paged") and job.model.chooses_keys:
+        raise ConfigError(
+            f"kv_cache: {run.kv_cache} is not predicted for {job.model.name}, whose indexers have "
+            "keys of their own; use dynamic or static"
+        )
+    if engine.start is not None:
+        if run.kv_cache != DYNAMIC:
+            raise ConfigError(
+                f"kv_cache: {run.kv_cache} is a cache of transformers; leave it out beside serving "
+                f"{engine.name}, which has its own"
+            )
+        if run.batch_size > MOST_CLIENTS:
+            raise ConfigError(
+                f"concurrency: at most {MOST_CLIENTS} clients are simulated, got {run.batch_size}; "
+                "give fewer, or request_rate in its place"
+            )
+        for card in job.gpu.beside or (job.gpu,):
+            if card.kind not in engine.device_kinds:
+                raise ConfigError(
+                    f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {card.key}"
+                )
+            _check_card(card, engine)
+    on_linears = job.method.find_targets is None
+    if run.serve == "as-trained" and not on_linears and run.has_engine:
+        instead = "serve merged" if job.method.merges else f"serving {TRANSFORMERS}"
+        raise ConfigError(
+            f"serving: {engine.name} serves adapters of linear layers, not what {job.method.name} "
+            f"trains; use {instead}"
+        )
+    engine.check_flags(job.served)
+    engine.check_nodes(run)
+    engine.check(job.served)
+
+
+def _check_card(gpu: GpuSpec, engine: Engine) -> None:
+    """Refuse a card that is older than an engine's kernels."""
+    capability = gpu.compute_capability
+    if capability is not None and float(capability) < engine.least_capability:
+        raise ConfigError(
+            f"serving: {engine.name} does not run on {gpu.key}: it needs compute capability "
+            f"{engine.least_capability} or newer; leave serving out"
+        )
