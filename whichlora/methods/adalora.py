@@ -103,8 +103,7 @@ def refuses(linear: Linear, quant: str, *, rank: int = 16, target: int = 8) -> s
 
 
 def _target_r(run: RunConfig) -> int:
-    stated = _TARGET.of(run.method_options)
-    return run.r // 2 if stated is None else int(str(stated))
+    return _TARGET.whole(run.method_options, unstated=run.r // 2)
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def refuses(linear: Linear, quant: str, *, r: int = 1) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    clusters, rank = (int(str(option.of(run.method_options))) for option in _OPTIONS)
+    clusters, rank = (option.whole(run.method_options) for option in _OPTIONS)
     fields = given(adapter_shapes, forward, work, clusters=clusters, rank=rank)
     return fields | {"refuses": partial(refuses, r=run.r)}
 

@@ -48,7 +48,7 @@ def with_model(model: ModelSpec, run: RunConfig) -> ModelSpec:
             f"method: adaption-prompt is predicted for {' and '.join(_FAMILIES)}, got "
             f"{model.model_type}; use method lora"
         )
-    asked, there = int(str(_LAYERS.of(run.method_options))), model.num_hidden_layers
+    asked, there = _LAYERS.whole(run.method_options), model.num_hidden_layers
     if asked > there:
         raise ConfigError(
             f"adapter_layers must not be above the {there} layers of {model.name}, got {asked}"
@@ -186,7 +186,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, length: int = 10) -> Adapt
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    length = int(str(_LENGTH.of(run.method_options)))
+    length = _LENGTH.whole(run.method_options)
     return given(adapter_shapes, after_attention, work, length=length)
 
 

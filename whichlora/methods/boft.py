@@ -149,7 +149,7 @@ def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    block = int(str(_BLOCK.of(run.method_options)))
+    block = _BLOCK.whole(run.method_options)
     return given(adapter_shapes, forward, work, refuses, block=block)
 
 

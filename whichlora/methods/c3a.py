@@ -89,7 +89,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, block: int = 256) -> Adapt
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    block = int(str(_BLOCK.of(run.method_options)))
+    block = _BLOCK.whole(run.method_options)
     return given(adapter_shapes, forward, work, refuses, block=block)
 
 

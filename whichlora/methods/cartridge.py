@@ -39,7 +39,7 @@ def outer_tensors(
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     tokens = prompt_tuning.num_virtual_tokens(run)
-    frozen = int(str(_FROZEN.of(run.method_options)))
+    frozen = _FROZEN.whole(run.method_options)
     if frozen >= tokens:
         raise ConfigError(
             f"num_frozen_tokens must be below num_virtual_tokens, {tokens}, got {frozen}"

@@ -83,7 +83,7 @@ def refuses(linear: Linear, quant: str, *, frequencies: int = 1000) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    frequencies = int(str(_FREQUENCIES.of(run.method_options)))
+    frequencies = _FREQUENCIES.whole(run.method_options)
     return given(adapter_shapes, forward, work, refuses, frequencies=frequencies)
 
 

@@ -218,7 +218,7 @@ def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    rate = float(str(_RATE.of(run.method_options)))
+    rate = _RATE.number(run.method_options)
     return given(adapter_shapes, frozen_tensors, forward, work, rate=rate)
 
 

@@ -226,7 +226,7 @@ def refuses(linear: Linear, quant: str) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    kinds = _Kinds(*(str(option.of(run.method_options)) for option in _OPTIONS))
+    kinds = _Kinds(*(option.text(run.method_options) for option in _OPTIONS))
     return given(adapter_shapes, autocast_shapes, frozen_tensors, forward, work, kinds=kinds)
 
 

@@ -67,7 +67,7 @@ def refuses(linear: Linear, quant: str, *, rank: int = 16, blocks: int = 2) -> s
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    blocks = int(str(_BLOCKS.of(run.method_options)))
+    blocks = _BLOCKS.whole(run.method_options)
     return {
         "forward": partial(forward, blocks=blocks),
         "refuses": partial(refuses, rank=run.r, blocks=blocks),

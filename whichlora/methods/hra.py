@@ -142,7 +142,7 @@ def refuses(linear: Linear, quant: str) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    orthogonal = bool(_ORTHOGONAL.of(run.method_options))
+    orthogonal = _ORTHOGONAL.flag(run.method_options)
     return {
         "forward": partial(forward, r=run.r, orthogonal=orthogonal),
         "work": partial(work, rank=run.r, orthogonal=orthogonal),

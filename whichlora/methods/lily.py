@@ -159,8 +159,8 @@ def refuses(linear: Linear, quant: str, *, experts: int = 2) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    stride = int(str(_STRIDE.of(run.method_options)))
-    experts = int(str(_EXPERTS.of(run.method_options)))
+    stride = _STRIDE.whole(run.method_options)
+    experts = _EXPERTS.whole(run.method_options)
     sizes = {"stride": stride, "experts": experts}
     fields = given(adapter_shapes, shared_tensors, forward, work, **sizes)
     fields["autocast_shapes"] = fields["adapter_shapes"]

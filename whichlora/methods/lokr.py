@@ -166,7 +166,7 @@ def with_options(run: RunConfig) -> dict[str, Any]:
         forward,
         work,
         rank=run.r,
-        both=bool(_BOTH.of(run.method_options)),
+        both=_BOTH.flag(run.method_options),
         factor=None if factor is None else int(str(factor)),
     )
 

@@ -74,7 +74,7 @@ START = Option(
 
 def start_of(run: RunConfig) -> str:
     """How A and B of `run` begin."""
-    return str(START.of(run.method_options))
+    return START.text(run.method_options)
 
 
 def start_bytes(start: Start, linears: Sequence[tuple[Linear, int]], dtypes: Dtypes) -> int:

@@ -122,7 +122,7 @@ def bat_work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
 
 
 def _kind(run: RunConfig) -> str:
-    return str(_KIND.of(run.method_options))
+    return _KIND.text(run.method_options)
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def with_options(run: RunConfig) -> dict[str, Any]:
         }
     fields: dict[str, Any] = {"forward": partial(forward, r=run.r)}
     if kind == "mini":
-        mini_r = int(str(_MINI.of(run.method_options)))
+        mini_r = _MINI.whole(run.method_options)
         fields["forward"] = partial(forward, r=run.r, mini_r=mini_r)
         fields["adapter_shapes"] = partial(_narrow_shapes, mini_r)
         fields["autocast_shapes"] = lambda linear, r: ()

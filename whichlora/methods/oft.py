@@ -178,9 +178,9 @@ def refuses(linear: Linear, quant: str) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    asked = int(str(_BLOCK.of(run.method_options)))
-    share = bool(_SHARE.of(run.method_options))
-    terms = int(str(_TERMS.of(run.method_options)))
+    asked = _BLOCK.whole(run.method_options)
+    share = _SHARE.flag(run.method_options)
+    terms = _TERMS.whole(run.method_options)
     bound = partial(adapter_shapes, asked=asked, share=share)
     rest: dict[str, Any] = {"asked": asked, "share": share, "terms": terms}
     return {

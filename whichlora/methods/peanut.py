@@ -128,7 +128,7 @@ def refuses(linear: Linear, quant: str) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    depth = int(str(_DEPTH.of(run.method_options) or 0))
+    depth = _DEPTH.whole(run.method_options)
     keeps = _ACTIVATION.of(run.method_options) in _KEEP_RESULT
     return {
         "adapter_shapes": partial(adapter_shapes, depth=depth),

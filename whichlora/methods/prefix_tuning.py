@@ -116,7 +116,7 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     bound = partial(
         outer_tensors,
         tokens=tokens,
-        projected=bool(_PROJECTED.of(run.method_options)),
+        projected=_PROJECTED.flag(run.method_options),
         hidden=None if hidden is None else int(str(hidden)),
     )
     return {"prefix_tokens": tokens, "outer_tensors": bound}

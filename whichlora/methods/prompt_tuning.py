@@ -31,7 +31,7 @@ IGNORES = RANK_SETTINGS | {"target_modules", "modules_to_save"}
 
 
 def num_virtual_tokens(run: RunConfig) -> int:
-    return int(str(VIRTUAL_TOKENS.of(run.method_options)))
+    return VIRTUAL_TOKENS.whole(run.method_options)
 
 
 def outer_tensors(model: ModelSpec, *, tokens: int = 20) -> tuple[OuterTensor, ...]:

@@ -214,23 +214,23 @@ def refuses(linear: Linear, quant: str, *, r: int = 1) -> str:
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     stated = run.method_options
-    rotates = bool(_ROTATES.of(stated))
-    vectors = bool(_MAG_A.of(stated)) + bool(_MAG_B.of(stated))
-    terms = int(str(_TERMS.of(stated))) if _SERIES.of(stated) else 0
+    rotates = _ROTATES.flag(stated)
+    vectors = _MAG_A.flag(stated) + _MAG_B.flag(stated)
+    terms = _TERMS.whole(stated) if _SERIES.of(stated) else 0
     shape: dict[str, Any] = {"rotates": rotates, "vectors": vectors}
     return {
         "adapter_shapes": partial(adapter_shapes, **shape),
         "frozen_tensors": partial(frozen_tensors, rotates=rotates),
         "forward": partial(forward, r=run.r, terms=terms, **shape),
         "work": partial(work, terms=terms, **shape),
-        "start_bytes": partial(start_bytes, method=str(_SVD.of(stated))),
+        "start_bytes": partial(start_bytes, method=_SVD.text(stated)),
         "refuses": partial(refuses, r=run.r),
     }
 
 
 def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
     """Source: peft 0.21.2 `_build_psoft_ab_cache_buffers`, whose `contiguous()` copies no rows."""
-    if run.phase != "finetune" or str(_SVD.of(run.method_options)) != "full":
+    if run.phase != "finetune" or _SVD.text(run.method_options) != "full":
         return ()
     return (
         "psoft: with psoft_svd full, a matrix decomposed on a GPU keeps all its right singular "

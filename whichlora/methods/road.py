@@ -97,12 +97,12 @@ def refuses(linear: Linear, quant: str, *, group: int = 64) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    variant = str(_VARIANT.of(run.method_options))
+    variant = _VARIANT.text(run.method_options)
     return {
         "adapter_shapes": partial(adapter_shapes, variant=variant),
         "forward": partial(forward, variant=variant),
         "work": partial(work, variant=variant),
-        "refuses": partial(refuses, group=int(str(_GROUP.of(run.method_options)))),
+        "refuses": partial(refuses, group=_GROUP.whole(run.method_options)),
     }
 
 

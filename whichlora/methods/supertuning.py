@@ -156,8 +156,8 @@ def refuses(linear: Linear, quant: str, *, sparsity: float = 0.99) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    sparsity = float(str(_SPARSITY.of(run.method_options)))
-    rank = int(str(_SUPRA.of(run.method_options) or 0))
+    sparsity = _SPARSITY.number(run.method_options)
+    rank = _SUPRA.whole(run.method_options)
     shape: dict[str, Any] = {"sparsity": sparsity, "rank": rank}
     fields: dict[str, Any] = {
         "adapter_shapes": partial(adapter_shapes, **shape),

@@ -191,8 +191,8 @@ def refuses(linear: Linear, quant: str, *, tying: float = 0.0) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    numbers = int(str(_NUMBERS.of(run.method_options)))
-    tying = float(str(_TYING.of(run.method_options)))
+    numbers = _NUMBERS.whole(run.method_options)
+    tying = _TYING.number(run.method_options)
     sizes: dict[str, Any] = {"numbers": numbers, "tying": tying}
     return {
         "adapter_shapes": partial(adapter_shapes, **sizes),

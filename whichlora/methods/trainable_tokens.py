@@ -27,7 +27,7 @@ def _indices(run: RunConfig) -> tuple[int, ...]:
     Raises:
         ConfigError: one of them is no whole number from 0 on, or is named twice.
     """
-    stated = str(_TOKENS.of(run.method_options))
+    stated = _TOKENS.text(run.method_options)
     parts = stated.split("+")
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise ConfigError(

@@ -108,7 +108,7 @@ def refuses(linear: Linear, quant: str) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    length = int(str(_LENGTH.of(run.method_options)))
+    length = _LENGTH.whole(run.method_options)
     return {
         "shared_tensors": partial(shared_tensors, length=length),
         "forward": partial(forward, length=length),

@@ -151,7 +151,7 @@ def refuses(
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     vectors, length, topk = (
-        int(str(option.of(run.method_options))) for option in (_VECTORS, _LENGTH, _TOPK)
+        option.whole(run.method_options) for option in (_VECTORS, _LENGTH, _TOPK)
     )
     sizes: dict[str, Any] = {"vectors": vectors, "length": length}
     return {

@@ -137,7 +137,7 @@ def refuses(linear: Linear, quant: str) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    groups = int(str(_GROUPS.of(run.method_options)))
+    groups = _GROUPS.whole(run.method_options)
     averages = _START.of(run.method_options) == _START.default
     return {
         "frozen_tensors": partial(frozen_tensors, groups=groups),

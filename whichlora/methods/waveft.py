@@ -123,8 +123,8 @@ def refuses(linear: Linear, quant: str, *, frequencies: int = 2592) -> str:
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:
-    frequencies = int(str(_FREQUENCIES.of(run.method_options)))
-    transforms = bool(_IDWT.of(run.method_options))
+    frequencies = _FREQUENCIES.whole(run.method_options)
+    transforms = _IDWT.flag(run.method_options)
     return {
         "adapter_shapes": partial(adapter_shapes, frequencies=frequencies),
         "forward": partial(forward, frequencies=frequencies, transforms=transforms),

@@ -53,6 +53,23 @@ class Option:
         """Its value among (name, value) pairs, or the default."""
         return dict(stated).get(self.name, self.default)
 
+    def whole(self, stated: Iterable[tuple[str, OptionValue]], *, unstated: int = 0) -> int:
+        """The same of a whole number; `unstated` where the member decides."""
+        value = self.of(stated)
+        return unstated if value is None else int(str(value))
+
+    def number(self, stated: Iterable[tuple[str, OptionValue]]) -> float:
+        """The same of a number that has a default."""
+        return float(str(self.of(stated)))
+
+    def flag(self, stated: Iterable[tuple[str, OptionValue]]) -> bool:
+        """The same of true or false."""
+        return bool(self.of(stated))
+
+    def text(self, stated: Iterable[tuple[str, OptionValue]]) -> str:
+        """The same of a word that has a default."""
+        return str(self.of(stated))
+
     def checked(self, value: OptionValue) -> OptionValue | None:
         """`value` as it is spelled, where it is accepted; None where the member decides.
 

@@ -28,7 +28,7 @@ _ALPHA = Option(
 def _logits_loss(run: RunConfig) -> LogitsLoss:
     # `__post_init__` of cpo_config.py makes alphapo simpo with cpo_alpha 0
     is_alpha_po = run.trainer_option(_LOSS.name) == "alphapo"
-    weighs = float(str(run.trainer_option(_ALPHA.name))) != 0
+    weighs = _ALPHA.number(run.trainer_options) != 0
     return trl.loss_of_logits(run, has_cross_entropy=weighs and not is_alpha_po)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
-from whichlora.spec.options import Option, OptionValue
+from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import sft, trl
 from whichlora.trainers.base import Forwards, Repeats, Rollout
@@ -51,53 +51,50 @@ _DROPOUT = Option(
 _shares_code = trl.since("0.22")  # with SFT: `prepare_peft_model`
 
 
-def _value(run: RunConfig, option: Option) -> OptionValue | None:
-    value = run.trainer_option(option.name)
-    return option.default if value is None else value
-
-
-def _number(run: RunConfig, option: Option) -> int:
-    value = _value(run, option)
-    return run.gradient_accumulation_steps if value is None else int(str(value))
-
-
-def _share(run: RunConfig) -> float:
-    return float(str(_value(run, _SHARE)))
+def _micro_steps(run: RunConfig) -> int:
+    """Those that learn from answers which are written at once."""
+    return _STEPS.whole(run.trainer_options, unstated=run.gradient_accumulation_steps)
 
 
 def _uses_vllm(run: RunConfig) -> bool:
-    return bool(_value(run, _VLLM))
+    return _VLLM.flag(run.trainer_options)
+
+
+def _has_server(run: RunConfig) -> bool:
+    """Whether other GPUs write the answers."""
+    return _uses_vllm(run) and _MODE.text(run.trainer_options) == "server"
 
 
 def _rollout(run: RunConfig) -> Rollout | None:
-    if _uses_vllm(run) and _value(run, _MODE) == "server":
+    if _has_server(run):
         return None
-    micro_steps, new_tokens = _number(run, _STEPS), _number(run, _LENGTH)
+    micro_steps, new_tokens = _micro_steps(run), _LENGTH.whole(run.trainer_options)
+    learnt = micro_steps * _ITERATIONS.whole(run.trainer_options)
     return Rollout(
         batch_size=run.batch_size * micro_steps,
         prompt_len=run.seq_len - new_tokens,
         new_tokens=new_tokens,
-        steps=micro_steps * _number(run, _ITERATIONS) / run.gradient_accumulation_steps,
-        pool_share=_share(run) if _uses_vllm(run) else 0.0,
+        steps=learnt / run.gradient_accumulation_steps,
+        pool_share=_SHARE.number(run.trainer_options) if _uses_vllm(run) else 0.0,
     )
 
 
 def _repeats(run: RunConfig) -> Repeats:
     """Source: TRL 1.16 `RepeatSampler` of trainer/utils.py, `GRPOTrainer._get_train_sampler`."""
-    micro_steps = _number(run, _STEPS)
+    micro_steps = _micro_steps(run)
     return Repeats(
         answers=run.batch_size * micro_steps,
-        per_row=_number(run, _GENERATIONS),
-        micro_batches=micro_steps * _number(run, _ITERATIONS),
+        per_row=_GENERATIONS.whole(run.trainer_options),
+        micro_batches=micro_steps * _ITERATIONS.whole(run.trainer_options),
     )
 
 
 def _forwards(run: RunConfig) -> Forwards:
     """Old log-probabilities where answers are learnt from later, or vLLM's differ from them."""
-    iterations = _number(run, _ITERATIONS)
-    written_for = _number(run, _STEPS) * iterations
+    iterations = _ITERATIONS.whole(run.trainer_options)
+    written_for = _micro_steps(run) * iterations
     is_old = run.gradient_accumulation_steps % written_for != 0
-    has_reference = float(str(_value(run, _BETA))) != 0.0
+    has_reference = _BETA.number(run.trainer_options) != 0.0
     return Forwards(
         policy=(is_old or _uses_vllm(run)) / iterations,
         reference=has_reference / iterations,
@@ -106,7 +103,7 @@ def _forwards(run: RunConfig) -> Forwards:
 
 
 def _check(run: RunConfig) -> None:
-    answers, length = _number(run, _GENERATIONS), _number(run, _LENGTH)
+    answers, length = _GENERATIONS.whole(run.trainer_options), _LENGTH.whole(run.trainer_options)
     if length >= run.seq_len:
         raise ConfigError(
             f"seq_len: {run.seq_len} tokens of a prompt and its answer leave none for the prompt, "
@@ -114,7 +111,7 @@ def _check(run: RunConfig) -> None:
         )
     if answers < 2:
         raise ConfigError("num_generations: an advantage needs 2 answers or more to compare, got 1")
-    written = run.batch_size * _number(run, _STEPS) * run.parallel.gpus
+    written = run.batch_size * _micro_steps(run) * run.parallel.gpus
     if written % answers:
         raise ConfigError(
             f"batch_size: {written} answers are written at once (batch size x "
@@ -134,12 +131,13 @@ def _narrows_adapters(run: RunConfig) -> bool:
 
 def _notes(run: RunConfig) -> tuple[str, ...]:
     answers = "batch_size counts answers; models that give rewards are not counted"
-    if _uses_vllm(run) and _value(run, _MODE) == "server":
+    if _has_server(run):
         return (answers, "a vLLM elsewhere writes the answers: its time is not in the step's")
     if _uses_vllm(run):
+        share = _SHARE.number(run.trainer_options)
         return (
             answers,
-            f"a vLLM beside the trainer takes {_share(run):.0%} of the GPU, in which a copy of the "
+            f"a vLLM beside the trainer takes {share:.0%} of the GPU, in which a copy of the "
             "weights and its cache must fit",
         )
     return (answers,)
@@ -173,7 +171,7 @@ TRAINER = replace(
     repeats=_repeats,
     keeps_base=_keeps_base,
     narrows_adapters=_narrows_adapters,
-    scored_tokens=lambda run: _number(run, _LENGTH),
+    scored_tokens=lambda run: _LENGTH.whole(run.trainer_options),
     check=_check,
     notes=_notes,
 )

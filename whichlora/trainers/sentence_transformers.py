@@ -38,21 +38,21 @@ _USUAL_MINI_BATCH = 32
 
 
 def num_negatives(run: RunConfig) -> int:
-    return int(str(run.trainer_option(NEGATIVES.name) or 0))
+    return NEGATIVES.whole(run.trainer_options)
 
 
 def mini_batch_size(run: RunConfig) -> int | None:
     """Texts of a forward; None where the loss caches nothing."""
     if run.trainer_option(LOSS.name) != CACHED:
         return None
-    return int(str(run.trainer_option(MINI_BATCH.name) or _USUAL_MINI_BATCH))
+    return MINI_BATCH.whole(run.trainer_options, unstated=_USUAL_MINI_BATCH)
 
 
 def _loss(run: RunConfig) -> Loss:
     size = mini_batch_size(run)
     return Loss(
         module="sentence_transformers.sentence_transformer.losses",
-        name=str(run.trainer_option(LOSS.name) or LOSS.default),
+        name=LOSS.text(run.trainer_options),
         settings={} if size is None else {MINI_BATCH.name: size},
     )
 
