@@ -161,7 +161,7 @@ def _observed(record: _Record, model: ModelSpec) -> tuple[RunConfig, dict[str, l
     job = resolve(model, measurement.run, record.gpu)
     samples = time_samples(job, measurement)
     # of ranks on a CPU, buckets are not counted: C++ alone holds them
-    counts_all = job.layout is None or record.gpu.kind != "cpu"
+    counts_all = job.layout is None or not record.gpu.is_cpu
     if not job.run.libraries and counts_all:
         samples["memory"] = memory_samples(job, measurement)
     return job.run, samples

@@ -178,7 +178,7 @@ def _profile(tasks_file: Path, tasks: TaskList, index: int) -> Measurement:
         return recorded
     pretended = tasks.pretend_memory_bytes
     gpu = find_gpu(tasks.gpu if pretended else "auto")
-    if gpu.kind == "cpu" and gpu.key != tasks.gpu:
+    if gpu.is_cpu and gpu.key != tasks.gpu:
         raise ConfigError(
             f"{tasks_file}: its tasks are for {tasks.gpu}, and {platform.node()} has no GPU; run "
             "them where one is, or plan with gpu: cpu"
@@ -198,9 +198,9 @@ def _profile(tasks_file: Path, tasks: TaskList, index: int) -> Measurement:
     load_now = "" if pretended else busy(gpu)
     profiler = Profiler(
         gpu=gpu.key,
-        device="cpu" if pretended or gpu.kind == "cpu" else "cuda:0",
+        device="cpu" if pretended or gpu.is_cpu else "cuda:0",
         provenance=_provenance(tasks, start),
-        memory_limit_bytes=pretended or (gpu.memory_bytes if gpu.kind == "cpu" else None),
+        memory_limit_bytes=pretended or (gpu.memory_bytes if gpu.is_cpu else None),
     )
     try:
         measurement = profiler.measure(

@@ -33,7 +33,7 @@ def export(recipe: Recipe) -> Export:
         f"#   sbatch --partition=NAME --time=HH:MM:SS {FILE}",
     ]
     config = recipe.run.parallel
-    gpus = [] if find_gpu(recipe.gpu).kind == "cpu" else [f"--gpus-per-node={config.gpus_per_node}"]
+    gpus = [] if find_gpu(recipe.gpu).is_cpu else [f"--gpus-per-node={config.gpus_per_node}"]
     options = [
         "--job-name=whichlora-train",
         *node_options(config.nodes),

@@ -140,7 +140,7 @@ def last_forward(step: TrainingStep) -> TrainingStep:
         others = _further_inputs(step, step.batch_size - size)
         cached = Entry(CACHED, 2 * vectors)
         # those of a GPU lie on the host, too: `torch.cuda.get_rng_state`
-        num_states = step.num_forwards if step.gpu.kind == "cpu" else 0
+        num_states = step.num_forwards if step.gpu.is_cpu else 0
         states = Entry(RANDOM_STATES, _STATE_BYTES * num_states)
         return _accumulating(replace(step, batch_size=size, waiting=(others, cached, states)))
     return _with_earlier(step, examples * columns.forwards[-1], tuple(_earlier(step)))

@@ -123,7 +123,7 @@ class TowerStep(TrainingStep):
         pixels = self.forward.pixels
         if not self.trainer.gathers_batches:
             return pixels
-        batches = self.run.gradient_accumulation_steps + (self.gpu.kind == "cpu")
+        batches = self.run.gradient_accumulation_steps + self.gpu.is_cpu
         return replace(pixels, num_bytes=pixels.num_bytes * batches)
 
     @cached_property

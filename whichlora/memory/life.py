@@ -92,7 +92,7 @@ def _size(entries: Iterable[Entry]) -> int:
 
 def _copied(step: TrainingStep, num_bytes: int) -> int:
     """What moving `num_bytes` between GPU and host makes there: nothing where both are one."""
-    return 0 if step.gpu.kind == "cpu" else num_bytes
+    return 0 if step.gpu.is_cpu else num_bytes
 
 
 # --- downloading and loading -------------------------------------------------------------------
@@ -198,7 +198,7 @@ def _casting(step: TrainingStep, weights_bytes: int) -> tuple[Held, ...]:
     at_tables = sum(tables) * dtypes.embedding_bytes + max(tables) * width - weights_bytes
     matrices = [quantised_matrices(x)[2] for layer, _ in model.layers() for x in layer.linears]
     last = [table.num_params for table in model.embeddings if table.name > "layers"]
-    place: Place = "gpu" if step.gpu.kind == "cpu" else "host"  # whose GPU is the host
+    place: Place = "gpu" if step.gpu.is_cpu else "host"  # whose GPU is the host
     num_bytes = max(at_tables, max([*matrices, *last], default=0) * width)
     return (Held(place, Entry(CAST_TENSOR, num_bytes)),)
 
@@ -207,7 +207,7 @@ def _expanding(step: TrainingStep) -> tuple[Held, ...]:
     """Experts of an mxfp4 checkpoint that are being expanded, before the GPU has the model."""
     if not is_expanded(step.model.config, step.dtypes.quant):
         return ()
-    place: Place = "gpu" if step.gpu.kind == "cpu" else "host"  # whose GPU is the host
+    place: Place = "gpu" if step.gpu.is_cpu else "host"  # whose GPU is the host
     num_bytes = expanding_bytes(step.model, step.dtypes.base_bytes)
     return (Held(place, Entry(EXPANDED_EXPERTS, num_bytes)),)
 
@@ -304,7 +304,7 @@ def evaluating(step: TrainingStep, checkpointed: TrainingStep, life: LifeConfig)
     """
     batches = ceil_div(life.eval_rows, int(step.batch_size))
     on_gpu = min(batches, life.eval_accumulation_steps or batches)
-    on_cpu = step.gpu.kind == "cpu"
+    on_cpu = step.gpu.is_cpu
     element_bytes = step.dtypes.loss_bytes
     width = loss.logit_width(step.model)
     batch_bytes = int(step.tokens) * (width * element_bytes + LABEL_BYTES)

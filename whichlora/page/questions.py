@@ -102,7 +102,7 @@ def _models(question: Question, gpu: str) -> Iterator[Part]:
     for number, model in enumerate(models, 1):
         asked = {**question, "model": model}
         tasks = [load_model(model).task]
-        if _may_take_recipe(question) and suits_recipe(tasks, on_cpu=spec.kind == "cpu"):
+        if _may_take_recipe(question) and suits_recipe(tasks, on_cpu=spec.is_cpu):
             asked["trainer"] = RECIPE
         try:
             best = _best_method(asked, gpu)

@@ -51,7 +51,7 @@ def host_notes(job: ResolvedRun, pass_parts: Mapping[str, Mapping[str, Real]]) -
         pass_parts: seconds of one pass by feature, by phase; the side that waits counts zero.
     """
     bound = [_PASS_NAMES[phase] for phase, parts in pass_parts.items() if parts["launch"] > 0]
-    if job.gpu.kind == "cpu" or not bound:
+    if job.gpu.is_cpu or not bound:
         return ()
     return (f"{HOST_BOUND}: launching kernels takes longest in {' and '.join(bound)}",)
 

@@ -225,7 +225,7 @@ def _fault(served: Served, load: Load, pool: Pool) -> str:
         f"{_cells_in_words(served)} tokens {format_bytes(needed.cache)} and "
         f"computing {format_bytes(needed.compute)}, and {free} are free{where}"
     )
-    if served.gpu.kind == "cpu":
+    if served.gpu.is_cpu:
         return f"{wants}; give a smaller file_type or context"
     longest = pool.max_context(served.model.max_position_embeddings)
     ways = "a larger n_cpu_moe" if served.count("n_cpu_moe") else "fewer n_gpu_layers or fit true"
@@ -321,7 +321,7 @@ def _stage_cards(served: Served, placed: Placement) -> tuple[int, ...]:
 def _untimed(served: Served, placed: Placement) -> str:
     """Why steps on a CPU, or with a part of the model on the host, have no times."""
     rates = "each type of weights has a rate of its own there, which a datasheet does not state"
-    if served.gpu.kind == "cpu":
+    if served.gpu.is_cpu:
         return (
             f"a step of llama.cpp on a CPU is predicted from its log of this file alone: {rates}; "
             "let llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
@@ -342,7 +342,7 @@ def _untimed(served: Served, placed: Placement) -> str:
 
 def logged_timer(served: Served, logs: Sequence[LoggedTimes]) -> CpuTimer | None:
     """The timer of a CPU, by logs of the same file on it."""
-    if served.gpu.kind != "cpu":
+    if not served.gpu.is_cpu:
         return None
     return cpu_timer(served, file_type(served), stepping(served), logs)
 
@@ -419,7 +419,7 @@ def _check_devices(served: Served) -> None:
         raise ConfigError(
             "split_mode: tensor is experimental in llama.cpp, and not predicted; use layer, or vllm"
         )
-    if count > 1 and any(card.kind == "cpu" for card in served.gpu.beside or (served.gpu,)):
+    if count > 1 and any(card.is_cpu for card in served.gpu.beside or (served.gpu,)):
         raise ConfigError(f"{DEVICES}: a CPU has no other GPUs, got {count}; use 1")
     if (served.count("main_gpu") or 0) >= count:
         raise ConfigError(
@@ -534,7 +534,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     words = "1 slot" if count == 1 else f"{count} slots"
     lines = [f"llama.cpp with a file of type {file_type(served)}, {words}"]
     lines += positions_note(served, "the cache is allocated, and a slot stops at them")
-    if served.gpu.kind == "cpu":
+    if served.gpu.is_cpu:
         return tuple(lines)
     lines += _device_notes(served, placed, start)
     if start.held and start.pool.max_context(limit) < (limit or MOST_COUNT):

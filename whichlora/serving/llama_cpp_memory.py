@@ -242,7 +242,7 @@ def taken_by(
     Args:
         is_plan: as `--fit` plans it, which forgets on which GPU a layer's norm is.
     """
-    model, on_cpu = served.model, served.gpu.kind == "cpu"
+    model, on_cpu = served.model, served.gpu.is_cpu
     held = _weights(model, file_type(served), placed, device, on_cpu)
     by_layer = cache_bytes(served, kept)
     num_layers = len(by_layer)
@@ -309,7 +309,7 @@ def _batch(served: Served, placed: Placement, kept: Cache, device: int, *, is_pl
         rotates_keys=keys not in WIDE,
         rotates_values=values not in WIDE,
     )
-    if served.gpu.kind == "cpu":
+    if served.gpu.is_cpu:
         return replace(batch, alignment=32, widened_keys=0, widened_values=0)
     return _part(served, placed, batch, kept, device, is_plan=is_plan)
 
@@ -418,7 +418,7 @@ def placement(served: Served) -> Placement:
     Kind: exact. Source: llama.cpp 0c1e570 src/llama-context.cpp:677.
     """
     free = free_bytes(served)
-    on_cpu = served.gpu.kind == "cpu"
+    on_cpu = served.gpu.is_cpu
     placed = (
         asked_placement(served, free)
         if on_cpu or not fits(served)

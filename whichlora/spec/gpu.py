@@ -60,6 +60,11 @@ class GpuSpec:
         return backend_of(self.kind)
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether the host itself computes, in whose memory all of a run lies."""
+        return self.kind == "cpu"
+
+    @property
     def has_bf16(self) -> bool:
         """Whether it multiplies in bf16: all do but NVIDIA's before compute capability 8.0."""
         since = self.backend.has_bf16_since

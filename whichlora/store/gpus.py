@@ -440,7 +440,7 @@ def detected_gpus() -> list[tuple[DetectedDevice, GpuSpec | None]]:
 
 def host_memory_beside(gpu: GpuSpec) -> int | None:
     """Memory of this machine that a process may use; None where this machine has no such GPU."""
-    here = gpu.kind == "cpu" or gpu.key in _keys_seen_by(detect_gpus)
+    here = gpu.is_cpu or gpu.key in _keys_seen_by(detect_gpus)
     return detect_cpu().memory_bytes if here else None
 
 

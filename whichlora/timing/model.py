@@ -234,7 +234,7 @@ def is_for_desktops(gpu: GpuSpec) -> bool:
 
 
 def _kind_of(gpu: GpuSpec) -> str:
-    return "cpu" if gpu.kind == "cpu" else "accelerator"
+    return "cpu" if gpu.is_cpu else "accelerator"
 
 
 def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
@@ -249,8 +249,8 @@ def prior_model(gpu: GpuSpec, phase: str) -> TimeModel:
         covariance=covariance,
         noise=PRIOR_NOISE[_kind_of(gpu)],
         num_runs=0,
-        overlaps=gpu.kind != "cpu",
-        regime_scales={"host": HOST_SCALE} if gpu.kind != "cpu" else {},
+        overlaps=not gpu.is_cpu,
+        regime_scales={"host": HOST_SCALE} if not gpu.is_cpu else {},
     )
 
 
@@ -391,7 +391,7 @@ def chip_of(gpu: GpuSpec, dtype: str) -> Chip:
     if gpu.num_multiprocessors is not None and gpu.is_timed:
         cached = L2_BYTES_PER_S * gpu.num_multiprocessors
         saves = max(0.0, 1 - gpu.bandwidth_bytes_per_s / cached)
-    if gpu.is_timed and gpu.kind != "cpu":
+    if gpu.is_timed and not gpu.is_cpu:
         unpacking = UNPACKING_SLOTS * gpu.bandwidth_bytes_per_s / issued_per_s(gpu, dtype)
     return Chip(tiled_multiprocessors(gpu, dtype), gpu.l2_bytes, saves, unpacking)
 
@@ -459,7 +459,7 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
         "elementwise": work.elementwise_bytes / bandwidth,
         "dequant": work.dequant_bytes / bandwidth,
         "optimizer": work.optimizer_bytes / bandwidth + work.optimizer_flops / wide_rate,
-        "kernels": kernels * kernel_time(gpu) * (gpu.kind != "cpu"),
+        "kernels": kernels * kernel_time(gpu) * (not gpu.is_cpu),
         "launch": work.launches
         + (RECORDED_LAUNCH - 1) * work.recorded_launches
         + AUTOGRAD_LAUNCH * work.autograd_launches

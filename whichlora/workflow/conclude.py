@@ -296,7 +296,7 @@ def _under_recipe(session: Session, shown: Candidate | None, best: Candidate | N
     if shown is None or "trainer" in plan.raw:
         return []
     run, task = shown.run, session.models[shown.run.model].task
-    is_for_texts = suits_recipe([task], on_cpu=session.gpu.kind == "cpu")
+    is_for_texts = suits_recipe([task], on_cpu=session.gpu.is_cpu)
     is_for_texts = is_for_texts and not (run.task or run.audios)
     if run.phase != "finetune" or run.trainer != USUAL_TRAINER or not is_for_texts:
         return []

@@ -53,13 +53,13 @@ def measure_own_links(gpus: Sequence[str] = (), calibration_dir: Path | None = N
     if "torch" not in installed_versions():
         raise ConfigError("--links needs torch, which is not installed: pip install torch")
     roots = calibration_roots(calibration_dir)
-    told = measure_links("cpu" if spec.kind == "cpu" else "cuda", count)
+    told = measure_links("cpu" if spec.is_cpu else "cuda", count)
     path = write_links(roots[0], f"{OWN}{spec.key}", _values(spec, count, told))
     return OwnLinks(path=path, links=read_links(path))
 
 
 def _count_here(spec: GpuSpec) -> int:
-    if spec.kind == "cpu":
+    if spec.is_cpu:
         return CPU_RANKS
     count = sum(here.key == spec.key for _, here in gpus_here())
     if count < 2:

@@ -36,7 +36,7 @@ def open_profiler(plan: Plan, gpu: GpuSpec, run_id: str) -> Profiler:
             "command": " ".join(["whichlora", *sys.argv[1:]]),
             "config": str(plan.source),
         },
-        memory_limit_bytes=gpu.memory_bytes if gpu.kind == "cpu" else None,
+        memory_limit_bytes=gpu.memory_bytes if gpu.is_cpu else None,
         log_path=plan.output_dir / "profile.log",
     )
 
@@ -97,7 +97,7 @@ def has_ranks_of(run: RunConfig, gpu: GpuSpec) -> bool:
         spread = spreading(run)
     except (ConfigError, MeasurementError):
         return False
-    if gpu.kind == "cpu":
+    if gpu.is_cpu:
         return not spread.divides
     if not spread.is_installed:
         return False
@@ -118,7 +118,7 @@ def gpu_of(plan: Plan) -> GpuSpec:
     gpu = find_target(plan.gpu)
     if not gpu.is_timed:
         _check_memory_only(plan)
-    if gpu.kind == "cpu" and plan.gpu.strip().lower() == "auto":
+    if gpu.is_cpu and plan.gpu.strip().lower() == "auto":
         raise ConfigError(
             f"{plan.source}: gpu: is not set, and this machine has no GPU; name the one that the "
             "plan is for ('whichlora gpus' lists them), or set gpu: cpu for the CPU of this machine"
@@ -174,7 +174,7 @@ def device_of(gpu: GpuSpec) -> str:
     Raises:
         ConfigError: it has not; profiling is impossible here.
     """
-    if gpu.kind == "cpu":
+    if gpu.is_cpu:
         return "cpu"
     here = detected_gpus()
     for index, (_, spec) in enumerate(here):

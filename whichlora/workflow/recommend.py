@@ -368,7 +368,7 @@ def _trainer(question: Question, gpu: GpuSpec, models: Sequence[str]) -> str | N
         return None
     with suppress(ConfigError):  # the plan says it of a model
         tasks = (load_model(name).task for name in models)
-        return RECIPE if suits_recipe(tasks, on_cpu=gpu.kind == "cpu") else None
+        return RECIPE if suits_recipe(tasks, on_cpu=gpu.is_cpu) else None
     return None
 
 
@@ -442,7 +442,7 @@ def _gpu(question: Question) -> tuple[str, GpuSpec]:
     if question.serving is not None:
         get_engine(question.serving)
     spec = find_target(question.gpu or "auto")
-    if question.gpu is None and spec.kind == "cpu":
+    if question.gpu is None and spec.is_cpu:
         raise ConfigError(
             "gpu: is left out, and this machine has no GPU; name one, such as 4090 "
             "('whichlora gpus' lists them), or cpu"

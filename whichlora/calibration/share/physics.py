@@ -47,7 +47,7 @@ def _faults(job: ResolvedRun, measurement: Measurement) -> Iterator[str]:
     if _has_quantised_experts(job):
         # whether the experts are quantised too depends on versions that a table rarely states
         weights = job.model.loaded_params * _code_bits(job.dtypes.quant) // 8
-    on_cpu = job.gpu.kind == "cpu"  # its peak is a guess, and its memory is the host's
+    on_cpu = job.gpu.is_cpu  # its peak is a guess, and its memory is the host's
     yield from _faults_of_log(job, measurement)
     for field in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
         size = getattr(measurement, field)
@@ -79,7 +79,7 @@ def _faults_of_log(job: ResolvedRun, measurement: Measurement) -> Iterator[str]:
         if value < 0 and not (line and line.is_difference):
             yield f"{name}: {shown} is below 0, with which {job.engine.name} does not start"
         gpus = _MOST_GPUS if line and line.adds_up else 1
-        if of_bytes and value > gpus * _MEMORY_SLACK * has and job.gpu.kind != "cpu":
+        if of_bytes and value > gpus * _MEMORY_SLACK * has and not job.gpu.is_cpu:
             cards = f"{job.gpu.key} has" if gpus == 1 else f"{gpus} of {job.gpu.key} have"
             yield f"{name}: {shown} is more than {cards}, {format_bytes(gpus * has)}"
 
