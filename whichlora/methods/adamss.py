@@ -144,8 +144,6 @@ def start_bytes(linears: Sequence[tuple[Linear, int]], dtypes: Dtypes, r: Count)
 
 def refuses(linear: Linear, quant: str, *, r: int = 1) -> str:
     """Source: peft 0.21.2 `AdamssModel._create_new_module`, `AdamssLayer.update_layer`."""
-    if linear.transposed:
-        return "PEFT's AdaMSS takes nn.Linear alone, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"PEFT decomposes the stored weight, which is none in {quant}; use quant none"
     return rank_fault(linear, r)
@@ -175,6 +173,7 @@ METHOD = Method(
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,

@@ -295,6 +295,8 @@ class Method:
         with_options: fields of the method that these settings, or the rank, decide; told a run
             that has nothing else.
         one_rank: its operators are not linear in the rank, so that each rank is counted alone.
+        takes_conv1d: PEFT's layers adapt Conv1D, too, the linear layer of GPT-2: read in the
+            `_create_new_module` of its model.
         refuses: why PEFT can't adapt a matrix stored as a `Quant`; empty where it can.
         trains_base: all base weights get gradients.
         base_quant: storage of the base weights where the user does not say.
@@ -357,6 +359,7 @@ class Method:
     options: tuple[Option, ...] = ()
     with_options: Callable[[RunConfig], Mapping[str, Any]] = _nothing_bound
     one_rank: bool = False
+    takes_conv1d: bool = True
     refuses: Callable[[Linear, str], str] = _no_refusal
     trains_base: bool = False
     base_quant: Quant = "none"

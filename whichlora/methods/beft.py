@@ -39,13 +39,6 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     return AdapterWork(**counted(linear, linear.out_features, forward_flops=0, backward_flops=0))
 
 
-def refuses(linear: Linear, quant: str) -> str:
-    """Source: peft 0.21.2 `BeftModel._create_new_module`."""
-    if linear.transposed:
-        return "PEFT's BEFT takes nn.Linear alone, and no Conv1D; use method lora"
-    return ""
-
-
 _FIELDS = PeftFields()
 
 METHOD = Method(
@@ -58,7 +51,7 @@ METHOD = Method(
     merges=False,  # where a target has no bias, PEFT refuses to merge
     serve="as-trained",
     ignores=RANK_SETTINGS,
-    refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     forward=forward,

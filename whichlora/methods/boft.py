@@ -132,8 +132,6 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, block: int = 4) -> Adapter
 
 def refuses(linear: Linear, quant: str, *, block: int = 4) -> str:
     """Source: peft 0.21.2 `BOFTModel._create_new_module`, `BOFTLayer.update_layer`."""
-    if linear.transposed:
-        return "PEFT's BOFT takes nn.Linear, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"its rotations are predicted on weights that are not quantised, not {quant}"
     if linear.in_features % block:
@@ -177,6 +175,7 @@ METHOD = Method(
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,

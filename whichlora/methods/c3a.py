@@ -95,8 +95,6 @@ def with_options(run: RunConfig) -> dict[str, Any]:
 
 def refuses(linear: Linear, quant: str, *, block: int = 256) -> str:
     """Source: peft 0.21.2 `C3ALayer.update_layer`, `C3AModel._create_new_module`."""
-    if linear.transposed:
-        return "PEFT's C3A takes nn.Linear alone, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"its kernel is predicted beside weights that are not quantised, not {quant}"
     for width in (linear.in_features, linear.out_features):
@@ -121,6 +119,7 @@ METHOD = Method(
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     refuses=refuses,
+    takes_conv1d=False,
     forward=forward,
     work=work,
     learning_rate=0.3,

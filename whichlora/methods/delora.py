@@ -74,8 +74,6 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `DeloraModel._create_new_module`, `reset_delora_parameters`."""
-    if linear.transposed:
-        return "PEFT's DeLoRA takes nn.Linear, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"PEFT takes the norms of the stored weight, which is none in {quant}"
     return ""
@@ -96,6 +94,7 @@ METHOD = Method(
     parameter_prefix="delora_",
     ignores=LORA_SETTINGS | {"lora_alpha"},
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=_factors,
     frozen_tensors=frozen_tensors,

@@ -134,8 +134,6 @@ def work(
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `HRAModel._create_new_module`, `HRALinear.forward`."""
-    if linear.transposed:
-        return "PEFT's HRA takes nn.Linear, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"PEFT's HRA multiplies the stored weight, which is none in {quant}; use quant none"
     return ""
@@ -171,6 +169,7 @@ METHOD = Method(
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     forward=forward,

@@ -53,8 +53,6 @@ def _truncated_bytes(linear: Linear, dtypes: Dtypes) -> int:
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `KasaLinearVariant.init`; `lora.bnb` has no such variant."""
-    if linear.transposed:
-        return "PEFT's KaSA takes nn.Linear alone, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"PEFT's KaSA is for weights that are not quantised, not {quant}; use method qlora"
     if not linear.is_module:
@@ -81,6 +79,7 @@ METHOD = replace(
     options=(),
     with_options=lambda run: {},
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=lora.low_rank_shapes,
     forward=forward,

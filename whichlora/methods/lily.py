@@ -151,8 +151,6 @@ def refuses(linear: Linear, quant: str, *, experts: int = 2) -> str:
     """Source: peft 0.21.2 `LilyModel._create_new_module`, `LilyConfig.__post_init__`."""
     if experts < 2:
         return f"num_B is 2 or more, so that its router learns, got {experts}"
-    if linear.transposed:
-        return "PEFT's Lily takes nn.Linear, and no Conv1D; use method lora"
     if linear.count > 1:
         return "matrices that its experts share are not predicted; use method lora"
     return ""
@@ -183,6 +181,7 @@ METHOD = Method(
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     shared_tensors=shared_tensors,
     forward=forward,

@@ -89,8 +89,6 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `LycorisTuner._create_new_module`, `LoHaLayer.update_layer`."""
-    if linear.transposed:
-        return "PEFT's LyCORIS methods take nn.Linear, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         kind = "packed codes" if quant in FOUR_BIT_BNB else f"weights in {quant}"
         return f"PEFT gives its update the shape of the stored weight, which is none of {kind}"
@@ -114,6 +112,7 @@ METHOD = Method(
     parameter_prefix="hada_",
     ignores=LORA_SETTINGS | {"lora_dropout"},
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     forward=forward,
     work=work,

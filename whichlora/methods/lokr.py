@@ -199,6 +199,7 @@ METHOD = Method(
     with_options=with_options,
     one_rank=True,
     refuses=loha.refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     forward=forward,
     work=work,

@@ -150,8 +150,6 @@ def refuses(
     linear: Linear, quant: str, *, r: int = 1, divides: bool = False, mini_r: int = 1
 ) -> str:
     """Source: peft 0.21.2 `MissModel._create_new_module`, `MissLayer.update_layer`."""
-    if linear.transposed:
-        return "PEFT's MiSS takes nn.Linear, quantised or not, and no Conv1D; use method lora"
     if r > linear.in_features:
         return f"r is above in_features, {linear.in_features}, got {r}"
     if divides and (linear.in_features % r or linear.out_features % r):
@@ -195,6 +193,7 @@ METHOD = Method(
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     forward=forward,
 )

@@ -170,13 +170,6 @@ def work(
     )
 
 
-def refuses(linear: Linear, quant: str) -> str:
-    """Source: peft 0.21.2 `OFTModel._create_new_module`."""
-    if linear.transposed:
-        return "PEFT's OFT takes nn.Linear, quantised or not, and no Conv1D; use method lora"
-    return ""
-
-
 def with_options(run: RunConfig) -> dict[str, Any]:
     asked = _BLOCK.whole(run.method_options)
     share = _SHARE.flag(run.method_options)
@@ -211,7 +204,7 @@ METHOD = Method(
     adapter_shapes=adapter_shapes,
     frozen_tensors=frozen_tensors,
     autocast_shapes=no_shapes,
-    refuses=refuses,
+    takes_conv1d=False,
     forward=forward,
     work=work,
 )

@@ -120,8 +120,6 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, depth: int = 0) -> Adapter
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `PeanutModel._create_new_module`, `_compute_delta_weight`."""
-    if linear.transposed:
-        return "PEFT's PEANuT takes nn.Linear alone, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"its network reads the stored weight, which is none in {quant}; use quant none"
     return ""
@@ -161,6 +159,7 @@ METHOD = Method(
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=autocast_shapes,
     forward=forward,

@@ -205,8 +205,6 @@ def start_bytes(
 
 def refuses(linear: Linear, quant: str, *, r: int = 1) -> str:
     """Source: peft 0.21.2 `PsoftLayer.update_layer`, `psoft.layer.dispatch_default`."""
-    if linear.transposed:
-        return "PEFT's PSOFT takes nn.Linear alone, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"PEFT decomposes weights of 16 or 32 bits, not {quant}; use quant none"
     return rank_fault(linear, r)
@@ -259,6 +257,7 @@ METHOD = Method(
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,

@@ -87,8 +87,6 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, variant: str = "road_1") -
 
 def refuses(linear: Linear, quant: str, *, group: int = 64) -> str:
     """Source: peft 0.21.2 `RoadLayer.update_layer`, `dispatch_default`."""
-    if linear.transposed:
-        return "PEFT's RoAD takes nn.Linear, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"its layers are predicted on weights that are not quantised, not {quant}"
     if linear.out_features % group:
@@ -119,6 +117,7 @@ METHOD = Method(
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     forward=forward,

@@ -92,8 +92,6 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `ShiraModel._create_new_module`; `ShiraLayer.update_layer`."""
-    if linear.transposed:
-        return "PEFT's SHiRA takes nn.Linear, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         kind = "4-bit" if quant in FOUR_BIT_BNB else quant
         return f"its copies of {kind} weights are not predicted; use quant none"
@@ -113,6 +111,7 @@ METHOD = Method(
     ignores=LORA_SETTINGS | {"lora_alpha", "lora_dropout"},
     options=(_SEED,),
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,

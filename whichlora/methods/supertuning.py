@@ -146,8 +146,6 @@ def start_bytes(
 
 def refuses(linear: Linear, quant: str, *, sparsity: float = 0.99) -> str:
     """Source: peft 0.21.2 `SupertuningModel._create_new_module`, `update_layer`."""
-    if linear.transposed:
-        return "PEFT's Super-Tuning takes nn.Linear alone, and no Conv1D; use method lora"
     if linear.is_stored_in(quant):
         return f"PEFT adds to the stored weight, which is none in {quant}; use quant none"
     if not 0 <= sparsity < 1 or not _chosen(linear, sparsity):
@@ -198,6 +196,7 @@ METHOD = Method(
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
+    takes_conv1d=False,
     adapter_shapes=adapter_shapes,
     autocast_shapes=autocast_shapes,
     frozen_tensors=frozen_tensors,

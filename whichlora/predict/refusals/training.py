@@ -89,6 +89,8 @@ def check_adapted(
         )
     for linear, _ in adapted_linears(model, targets):
         reason = method.refuses(linear, run.quant or "none")
+        if linear.transposed and not method.takes_conv1d:
+            reason = "PEFT's layer takes nn.Linear, and no Conv1D; use method lora"
         if reason:
             raise ConfigError(f"method: {method.name} of {linear.name}: {reason}")
     if adapts_head(model, targets):
