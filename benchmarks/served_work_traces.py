@@ -23,12 +23,11 @@ from markdown_tables import markdown_table, median_and_worst, write_page
 from trace_records import Line, live_bytes, read
 from work_traces import Counted, forwards
 
-from whichlora.methods.base import NO_ADAPTERS
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object
-from whichlora.timing.chip import UNKNOWN_CHIP
+from whichlora.timing.running import RunningModel
 from whichlora.timing.serving_work import served_layers
 from whichlora.timing.work import Work
 from whichlora.tracer.extrapolate import shallow
@@ -133,16 +132,10 @@ def layers_work(job: ResolvedRun, run: RunConfig, *, decoding: bool) -> Work:
     return Work.total(
         served_layers(
             group,
-            job.model,
-            run,
-            job.dtypes,
-            NO_ADAPTERS,
-            (),
+            RunningModel(model=job.model, run=run, dtypes=job.dtypes),
             batch_size=run.batch_size,
             context=run.prompt_len + NEW_TOKENS - 1 if decoding else run.prompt_len,
             decoding=decoding,
-            r=0,
-            chip=UNKNOWN_CHIP,
         )
         for group in job.model.groups
     )

@@ -21,6 +21,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.timing.running import RunningModel
 from whichlora.timing.training_work import training_work
 
 GPU = find_gpu("a100-sxm-80gb")
@@ -84,14 +85,16 @@ def test_queries_of_a_rank_see_the_keys_of_all() -> None:
         assert job.layout is not None
         step = job.layout.rank_kinds(training_step(job))[0].step
         work = training_work(
-            step.model,
-            step.run,
-            step.dtypes,
-            step.method,
-            step.targets,
+            RunningModel(
+                model=step.model,
+                run=step.run,
+                dtypes=step.dtypes,
+                method=step.method,
+                targets=step.targets,
+                r=step.r,
+            ),
             batch_size=step.batch_size,
             seq_len=step.seq_len,
-            r=step.r,
             update=update_of_step(step),
         )
         flops.append(work.attention_flops)

@@ -19,6 +19,7 @@ from whichlora.symbolic.altup import expanding_points, merging_points
 from whichlora.symbolic.autograd import Tape
 from whichlora.symbolic.linear_form import evaluate, per_token
 from whichlora.timing import serving_work, work
+from whichlora.timing.running import RunningModel
 
 HIDDEN, STATES, LAYERS = 64, 4, 4
 SMALL = {
@@ -206,7 +207,10 @@ def test_a_prompt_passes_the_projections_of_all_states() -> None:
     without = replace(job.model, streams=replace(job.model.streams, expanding=(), merging=()))
     flops = [
         serving_work.inference_work(
-            model, job.run, job.dtypes, batch_size=1, context=32, decoding=False
+            RunningModel(model=model, run=job.run, dtypes=job.dtypes),
+            batch_size=1,
+            context=32,
+            decoding=False,
         ).product_flops
         for model in (job.model, without)
     ]

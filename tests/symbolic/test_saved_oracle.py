@@ -1,10 +1,12 @@
 """How many tensors pass through the saved-tensor hooks of a layer of the real code, on CPU."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from whichlora.families import build
+from whichlora.predict.quantities import running_model
 from whichlora.predict.resolve import resolve
 from whichlora.profiler.build import build_model
 from whichlora.spec.run import RunConfig
@@ -57,8 +59,7 @@ def test_a_layer_saves_as_many_tensors_as_its_tape(method: str, most_missing: fl
     job = resolve(build(LLAMA | {"num_hidden_layers": 2}, name="llama"), run, find_gpu("t4-16gb"))
     (layer, _), *_ = job.model.layers()
     counted = traffic.trained_layer(
-        layer, job.model, job.run, job.dtypes, job.method, job.targets,
-        tokens=8, span=8, r=job.run.r, chip=UNKNOWN_CHIP,
-    )  # fmt: skip
+        layer, replace(running_model(job), chip=UNKNOWN_CHIP), tokens=8, span=8
+    )
     saved = saved_in_a_layer(run)
     assert (1 - most_missing) * saved <= counted.forward.saves <= saved

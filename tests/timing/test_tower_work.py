@@ -10,7 +10,7 @@ import pytest
 from whichlora.memory.images import TowerStep
 from whichlora.predict.quantities import training_step
 from whichlora.spec.run import RunConfig
-from whichlora.timing.chip import UNKNOWN_CHIP
+from whichlora.timing.running import RunningModel
 from whichlora.timing.tower_work import tower_forward_work, tower_step_work
 from whichlora.timing.training_work import trained_layers
 
@@ -57,15 +57,9 @@ def test_cross_attention_projects_every_position_whatever_the_length_of_the_text
     work = trained_layers(
         layer,
         3,
-        whole.model,
-        run,
-        whole.dtypes,
-        whole.method,
-        (),
+        RunningModel(model=whole.model, run=run, dtypes=whole.dtypes, method=whole.method),
         tokens=2 * 64,
         seq_len=64,
-        r=0,
-        chip=UNKNOWN_CHIP,
     )
     of_text = 2 * 64 * (6 * width**2 + 8 * width**2)
     of_encoder = 2 * 1500 * 2 * width**2

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from whichlora import families
 from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.methods import weight_dtype
-from whichlora.predict.quantities import num_trained, update_of
+from whichlora.predict.quantities import num_trained, running_model, update_of
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.run import Precision, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -24,7 +25,8 @@ from whichlora.symbolic.kernels import Kernel
 from whichlora.symbolic.layer import layer_traffic
 from whichlora.timing import serving_work, training_work, work
 from whichlora.timing.cache_work import expanding
-from whichlora.timing.chip import Chip
+from whichlora.timing.chip import UNKNOWN_CHIP, Chip
+from whichlora.timing.running import RunningModel
 from whichlora.timing.work import Work
 
 LLAMA = "HuggingFaceTB/SmolLM2-135M"
@@ -161,9 +163,24 @@ def training(job: ResolvedRun, **shape: Any) -> Work:
     model, seq_len = job.at_length(shape.pop("seq_len", run.seq_len))
     sizes = {"batch_size": run.batch_size, "seq_len": seq_len, "r": run.r} | shape
     update = replace(update_of(job, sizes["r"]), num_micro_batches=run.gradient_accumulation_steps)
-    return training_work.training_work(
-        model, run, job.dtypes, job.method, job.targets, update=update, **sizes
+    running = RunningModel(
+        model=model,
+        run=run,
+        dtypes=job.dtypes,
+        method=job.method,
+        targets=job.targets,
+        r=sizes.pop("r"),
+        chip=sizes.pop("chip", UNKNOWN_CHIP),
     )
+    return training_work.training_work(running, update=update, **sizes)
+
+
+def inference_work(
+    model: ModelSpec, run: RunConfig, dtypes: Dtypes, *, chip: Chip = UNKNOWN_CHIP, **sizes: Any
+) -> Work:
+    """Without adapters."""
+    running = RunningModel(model=model, run=run, dtypes=dtypes, chip=chip)
+    return serving_work.inference_work(running, **sizes)
 
 
 def counts(done: Work) -> dict[str, Any]:
@@ -328,9 +345,7 @@ def test_a_decoder_reads_the_prompt_once_and_its_encoder_never_again() -> None:
     job = job_of(RunConfig(model="tiny", phase="inference", precision="fp32"), config)
     sizes = {"batch_size": 1, "context": 100}
     prompt, token = (
-        serving_work.inference_work(
-            job.model, job.run, job.dtypes, decoding=decoding, **sizes
-        ).product_flops
+        inference_work(job.model, job.run, job.dtypes, decoding=decoding, **sizes).product_flops
         for decoding in (False, True)
     )
     square, wide, head = 64 * 64, 2 * 64 * 160, 320 * 64
@@ -522,7 +537,7 @@ def test_one_array_of_shapes_gives_what_each_shape_gives(method: str) -> None:
 
 def inference(run: RunConfig, *, context: int, decoding: bool) -> Work:
     job = job_of(replace(run, phase="inference"))
-    return serving_work.inference_work(
+    return inference_work(
         job.model,
         job.run,
         job.dtypes,
@@ -559,7 +574,7 @@ def test_old_vllm_launches_kernels_beyond_its_captured_graphs() -> None:
             model=LLAMA, phase="inference", kv_cache="vllm", libraries=tuple(vllm.items())
         )
         job = resolve(load_model(LLAMA), run, find_gpu("a100-sxm-80gb"))
-        counted = serving_work.inference_work(
+        counted = inference_work(
             job.model, job.run, job.dtypes, batch_size=1, context=context, decoding=True
         )
         return int(counted.launches)
@@ -591,9 +606,7 @@ def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> N
     for attn in ("sdpa", "flash_attention_2"):
         run = RunConfig(model="m", phase="inference", attn=attn, batch_size=2, prompt_len=64)
         dtypes = resolve(spec, run, find_gpu("a100-sxm-80gb")).dtypes
-        counted = serving_work.inference_work(
-            spec, run, dtypes, batch_size=2, context=64, decoding=False
-        )
+        counted = inference_work(spec, run, dtypes, batch_size=2, context=64, decoding=False)
         flops[attn] = counted.product_flops
     borrowed = sum(
         group.count * work.active_weights(group.layer)
@@ -642,7 +655,7 @@ def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
 
     def moved(model: ModelSpec) -> float:
         return float(
-            serving_work.inference_work(
+            inference_work(
                 model, job.run, job.dtypes, batch_size=2, context=100, decoding=True
             ).elementwise_bytes
         )
@@ -662,9 +675,7 @@ def test_a_gated_delta_rule_launches_kernels_for_each_chunk_of_a_prompt() -> Non
     job = job_of(RunConfig(model="Qwen/Qwen3.5-9B", phase="inference"))
     sizes = {"batch_size": 1, "decoding": False}
     short, long = (
-        serving_work.inference_work(
-            job.model, job.run, job.dtypes, context=context, **sizes
-        ).launches
+        inference_work(job.model, job.run, job.dtypes, context=context, **sizes).launches
         for context in (512, 1024)
     )
     assert long - short == 24 * 8 * work.CHUNK_OPS
@@ -750,7 +761,7 @@ def test_a_kernel_that_splits_no_keys_reads_the_cache_at_few_multiprocessors(
 
     def passes(batch_size: int) -> float:
         shape = {"batch_size": batch_size, "context": 1000, "decoding": True}
-        known = serving_work.inference_work(
+        known = inference_work(
             job.model, job.run, job.dtypes, **shape, chip=Chip(num_multiprocessors=108)
         )
         keys_and_values = batch_size * 6 * 1000 * 2 * 2 * 16 * 2
@@ -784,7 +795,7 @@ def test_products_are_in_fp32_where_no_autocast_narrows_them() -> None:
 def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
     def step(**keys: Any) -> Work:
         job = tiny_job(phase="inference", **keys)
-        return serving_work.inference_work(
+        return inference_work(
             job.model, job.run, job.dtypes, batch_size=2, context=100, decoding=True
         )
 
@@ -812,7 +823,7 @@ def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
 
 def test_a_prompt_of_a_tiny_llama_by_hand() -> None:
     job = tiny_job(phase="inference")
-    counted = serving_work.inference_work(
+    counted = inference_work(
         job.model, job.run, job.dtypes, batch_size=2, context=100, decoding=False
     )
     assert counted.product_flops == 2 * (200 * 6 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS)
@@ -836,7 +847,7 @@ def test_a_kernel_unpacks_weights_itself_up_to_so_many_rows(quant: Any, most_row
     def moved(batch_size: int) -> float:
         job = tiny_job(phase="inference", quant=quant)
         return float(
-            serving_work.inference_work(
+            inference_work(
                 job.model, job.run, job.dtypes, batch_size=batch_size, context=8, decoding=True
             ).dequant_bytes
         )
@@ -859,12 +870,12 @@ def test_before_0_50_a_single_row_unpacks_four_bits_inside_its_kernel(
     older = (("bitsandbytes", "0.49.2"),)
     job = tiny_job(phase="inference", quant="nf4", libraries=older)
     sixteen = tiny_job(phase="inference", quant="none")
-    counted = serving_work.inference_work(
+    counted = inference_work(
         job.model, job.run, job.dtypes, batch_size=batch_size, context=8, decoding=True
     )
     per_layer = LAYER_WEIGHTS * per_weight + tables * CODE_TABLE_BYTES
     assert counted.dequant_bytes == 6 * per_layer
-    wide = serving_work.inference_work(
+    wide = inference_work(
         sixteen.model, sixteen.run, sixteen.dtypes, batch_size=1, context=8, decoding=True
     )
     reads_all = counted.weight_read_bytes == pytest.approx(wide.weight_read_bytes)
@@ -901,7 +912,7 @@ def test_eight_bits_are_expanded_for_the_backward_alone() -> None:
         if job.run.phase == "finetune":
             return float(training(job).dequant_bytes)
         return float(
-            serving_work.inference_work(
+            inference_work(
                 job.model, job.run, job.dtypes, batch_size=9, context=8, decoding=True
             ).dequant_bytes
         )
@@ -952,7 +963,7 @@ def test_products_of_the_math_kernel_read_a_copy_in_fp32_for_every_query_head() 
     job = tiny_job(phase="inference", kv_cache="static")
     on_t4 = resolve(job.model, job.run, find_gpu("t4-16gb"))
     fused, plain = (
-        serving_work.inference_work(
+        inference_work(
             one.model, one.run, one.dtypes, batch_size=2, context=100, decoding=True
         ).attention_bytes
         for one in (job, on_t4)
@@ -973,21 +984,16 @@ def test_products_of_the_math_kernel_read_a_copy_in_fp32_for_every_query_head() 
 def test_kernels_of_a_layer(name: str, attn: str, kernels: int) -> None:
     job = tiny_job(TINY[name] | {"model_type": name}, phase="inference", attn=attn)
     sizes = {"batch_size": 2, "context": 100, "decoding": False}
-    counted = serving_work.inference_work(job.model, job.run, job.dtypes, **sizes)
+    counted = inference_work(job.model, job.run, job.dtypes, **sizes)
     assert counted.launches == job.model.num_hidden_layers * kernels + work.OUTSIDE_OPS
 
 
 def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
     job = tiny_job(method="full")
     counted = training_work.evaluation_work(
-        job.model,
-        job.run,
-        job.dtypes,
-        job.method,
-        job.targets,
+        replace(running_model(job, 8), chip=UNKNOWN_CHIP),
         batch_size=3,
         seq_len=48,
-        r=8,
         update=update_of(job),
     )
     tokens = 3 * 48
@@ -1004,14 +1010,9 @@ def scored(head: str, trainer: str = "transformers", *, on: str = "l4-24gb") -> 
     config = TINY["llama"] | {"model_type": "llama"}
     job = resolve(families.build(config, name="m"), run, find_gpu(on))
     return training_work.training_work(
-        job.model,
-        job.run,
-        job.dtypes,
-        job.method,
-        job.targets,
+        replace(running_model(job, 8), chip=UNKNOWN_CHIP),
         batch_size=2,
         seq_len=48,
-        r=8,
         logits_loss=job.trainer.logits_loss(job.run),
         update=update_of(job),
     )
@@ -1060,7 +1061,7 @@ def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
     job = tiny_job(config, phase="inference", precision="fp16-pure")  # no kernel groups experts
     attention, router, expert = 64 * (64 + 32 + 32 + 64), 64 * 8, 3 * 64 * 96
     for batch_size, visited in ((1, 2), (3, 6), (5, 8)):
-        counted = serving_work.inference_work(
+        counted = inference_work(
             job.model, job.run, job.dtypes, batch_size=batch_size, context=10, decoding=True
         )
         in_token = 2 * (attention + router + 2 * expert) + HEAD_WEIGHTS
@@ -1119,7 +1120,7 @@ def test_a_prompt_has_fp32_products_where_they_are_asked_for() -> None:
     usual = {"phase": "inference", "quant": "nf4", "precision": "bf16"}
     job = tiny_job(compute_dtype="float32", **usual)
     for decoding in (False, True):
-        counted = serving_work.inference_work(
+        counted = inference_work(
             job.model, job.run, job.dtypes, batch_size=2, context=32, decoding=decoding
         )
         rows = 2 if decoding else 64
@@ -1130,14 +1131,9 @@ def test_a_prompt_has_fp32_products_where_they_are_asked_for() -> None:
 def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> None:
     job = tiny_job(method="qlora", r=8, gradient_checkpointing=checkpointing)
     counted = training_work.evaluation_work(
-        job.model,
-        job.run,
-        job.dtypes,
-        job.method,
-        job.targets,
+        replace(running_model(job, 8), chip=UNKNOWN_CHIP),
         batch_size=3,
         seq_len=48,
-        r=8,
         update=update_of(job),
     )
     assert counted.dequant_bytes == pytest.approx(6 * LAYER_EXPANDED, rel=1e-3)
@@ -1155,7 +1151,7 @@ def test_a_step_launches_what_expands_each_layers_cache(backend: Any) -> None:
     plain = tiny_job(phase="inference")
     launches = []
     for one in (job, plain):
-        done = serving_work.inference_work(
+        done = inference_work(
             one.model, one.run, one.dtypes, batch_size=2, context=100, decoding=True
         )
         launches.append(done.launches)
@@ -1170,9 +1166,7 @@ def test_an_encoder_that_classifies_makes_no_logits_of_words() -> None:
     run = RunConfig(model="m", method="full", precision="fp32", phase="inference")
     resolved = resolve(spec, run, find_gpu("a100-sxm-80gb"))
     fills, classifies = (
-        serving_work.inference_work(
-            model, run, resolved.dtypes, batch_size=4, context=64, decoding=False
-        )
+        inference_work(model, run, resolved.dtypes, batch_size=4, context=64, decoding=False)
         for model in (spec, replace(spec, masked_head=None))
     )
     words, transform = work.head_weights(spec)

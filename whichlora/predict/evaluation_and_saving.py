@@ -18,6 +18,7 @@ from whichlora.predict.quantities import (
     by_part,
     of_each_source,
     rank_kinds,
+    running_model,
     training_step,
     update_of,
 )
@@ -82,17 +83,12 @@ def evaluation_features(job: ResolvedRun, *, width: Count) -> dict[str, Real]:
 
 def _evaluation_features(job: ResolvedRun, *, seq_len: Count) -> dict[str, Real]:
     model, last_len = job.at_length(seq_len)
-    sizes = {"batch_size": job.num_sequences, "seq_len": last_len, "r": job.run.r}
     done = training_work.evaluation_work(
-        model,
-        job.run,
-        job.dtypes,
-        job.method,
-        job.targets,
-        **sizes,
+        replace(running_model(job), model=model),
+        batch_size=job.num_sequences,
+        seq_len=last_len,
         logits_loss=job.trainer.logits_loss(job.run),
         update=update_of(job),
-        chip=timing.chip_of(job.gpu, job.dtype),
     )
     further = job.trainer.forwards(job.run)
     passes = 1 + further.policy + further.reference

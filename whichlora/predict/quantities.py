@@ -24,6 +24,7 @@ from whichlora.serving.step_time import Service
 from whichlora.spec.numeric import Count, Real, is_plain, largest
 from whichlora.timing import model as timing
 from whichlora.timing import serving_work, work
+from whichlora.timing.running import RunningModel
 from whichlora.timing.tower_work import tower_forward_work
 
 if TYPE_CHECKING:
@@ -112,6 +113,19 @@ def generation(job: ResolvedRun, **sizes: Count) -> Generation:
         gpu=job.gpu,
         targets=job.targets,
         **_served_sizes(job, sizes),
+    )
+
+
+def running_model(job: ResolvedRun, r: Count | None = None) -> RunningModel:
+    """The model of `job` as it computes, at rank `r` where it is not the run's own."""
+    return RunningModel(
+        model=job.model,
+        run=job.run,
+        dtypes=job.dtypes,
+        method=job.method,
+        targets=job.targets,
+        r=job.run.r if r is None else r,
+        chip=timing.chip_of(job.gpu, job.dtype),
     )
 
 
@@ -237,22 +251,16 @@ def forward_features(
     Args:
         batch_size, r: in place of the run's own.
     """
+    running = running_model(job, r)
     done = serving_work.inference_work(
-        job.model,
-        job.run,
-        job.dtypes,
-        method=job.method,
-        targets=job.targets,
+        running,
         batch_size=job.run.batch_size if batch_size is None else batch_size,
-        r=job.run.r if r is None else r,
         context=context,
         decoding=decoding,
-        chip=timing.chip_of(job.gpu, job.dtype),
     )
     tower = generation(job, **_given(batch_size=batch_size, r=r)).tower
     if tower is not None and not decoding:
-        chip = timing.chip_of(job.gpu, job.dtype)
-        images = tower_forward_work(tower, chip=chip)
+        images = tower_forward_work(tower, chip=running.chip)
         done = work.Work.total((done, images))
     return timing.features(done, job.gpu, dtype=job.dtype)
 

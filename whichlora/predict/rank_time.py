@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.images import TowerStep
@@ -26,13 +25,14 @@ from whichlora.parallel.layout import Layout
 from whichlora.predict.judgement import TimeJudgement
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec, NetworkSpec
-from whichlora.spec.numeric import Real, sqrt, where
+from whichlora.spec.numeric import Count, Real, sqrt, where
 from whichlora.spec.parallel import AUTO_INTERCONNECT, ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.timing import model as timing
 from whichlora.timing import training_work, work
 from whichlora.timing.links import host_update_s
 from whichlora.timing.model import TimeModel
+from whichlora.timing.running import RunningModel
 from whichlora.timing.tower_work import tower_step_work
 
 # "25GB/s", "200 Gb/s"
@@ -72,16 +72,13 @@ def work_of_step(step: TrainingStep) -> work.Work:
 def _of_micro_batches(step: TrainingStep) -> work.Work:
     """Forwards and backwards with gradients, and the update."""
     return training_work.training_work(
-        step.model,
-        step.run,
-        step.dtypes,
-        step.method,
-        step.targets,
+        _running(step),
+        batch_size=_sequences(step),
+        seq_len=step.seq_len,
         update=update_of_step(step),
         scored=step.scored_tokens,
         logits_loss=step.trainer.logits_loss(step.run),
         num_forwards=step.num_forwards,
-        **_sizes(step),
     )
 
 
@@ -105,30 +102,32 @@ def _without_gradients(step: TrainingStep) -> Iterator[work.Work]:
     ):
         if number:
             forward = training_work.evaluation_work(
-                step.model,
-                step.run,
-                step.dtypes,
-                step.method,
-                targets,
+                replace(_running(step), targets=targets),
+                batch_size=_sequences(step),
+                seq_len=step.seq_len,
                 logits_loss=step.trainer.logits_loss(step.run),
                 update=counted,
-                **_sizes(step),
             )
             times = number * step.run.gradient_accumulation_steps
             yield forward.times(times * step.num_forwards)
 
 
-def _sizes(step: TrainingStep) -> dict[str, Any]:
+def _running(step: TrainingStep) -> RunningModel:
+    return RunningModel(
+        model=step.model,
+        run=step.run,
+        dtypes=step.dtypes,
+        method=step.method,
+        targets=step.targets,
+        r=step.r,
+        chip=timing.chip_of(step.gpu, step.run.precision[:4]),
+    )
+
+
+def _sequences(step: TrainingStep) -> Count:
     """Of one forward; several of a micro-step are taken as equally large."""
-    forwards = step.num_forwards
-    return {
-        "batch_size": step.batch_size
-        if step.trainer.columns(step.run) is None
-        else step.batch_size / forwards,
-        "seq_len": step.seq_len,
-        "r": step.r,
-        "chip": timing.chip_of(step.gpu, step.run.precision[:4]),
-    }
+    has_columns = step.trainer.columns(step.run) is not None
+    return step.batch_size / step.num_forwards if has_columns else step.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

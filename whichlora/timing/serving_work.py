@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from whichlora.memory.layer_bytes import reads_last
-from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
-from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
+from whichlora.methods.base import AdapterWork
+from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, Real, largest, smallest
 from whichlora.spec.run import RunConfig
@@ -12,11 +12,11 @@ from whichlora.symbolic.kernels import FUSED, attention_kernel, is_grouped, is_m
 from whichlora.symbolic.mla import expands_cache
 from whichlora.timing import traffic
 from whichlora.timing.cache_work import Conversion, expanding, storing
-from whichlora.timing.chip import UNKNOWN_CHIP, Chip
 from whichlora.timing.expansion import forward_bytes, recast_bytes, visited_matrices
 from whichlora.timing.mamba_work import scan_flops_per_token
 from whichlora.timing.products import idle_flops
 from whichlora.timing.quant_launches import forward_launches
+from whichlora.timing.running import RunningModel
 from whichlora.timing.work import (
     OUTSIDE_OPS,
     Work,
@@ -136,14 +136,12 @@ def _served_adapter(
     linear: Linear,
     adapter: AdapterWork,
     count: int,
-    method: Method,
-    dtypes: Dtypes,
+    running: RunningModel,
     *,
     rows: Count,
-    r: Count,
 ) -> Work:
     """One forward of `rows` tokens through the adapter of one matrix of `count` layers."""
-    params = method.adapter_params(linear, r)
+    dtypes, params = running.dtypes, running.method.adapter_params(linear, running.r)
     share = linear.active / linear.count  # of experts
     read = smallest(1.0, rows * share)
     flops = 2 * rows * share * params + adapter.weight_flops + rows * adapter.token_flops
@@ -156,15 +154,14 @@ def _served_adapter(
 
 def _cache_work(
     attention: Attention,
-    run: RunConfig,
-    dtypes: Dtypes,
+    running: RunningModel,
     *,
     batch_size: Count,
     context: Count,
     decoding: bool,
-    chip: Chip,
 ) -> Work:
     """What one pass reads, writes and converts of the cache of all sequences."""
+    run, dtypes = running.run, running.dtypes
     keys = attention.cache_elements * context
     # what attention reads, and how often; then what appending a token does
     read, passes, appending = keys, 1, 0
@@ -180,7 +177,7 @@ def _cache_work(
                 dtypes,
                 batch_size=batch_size,
                 context=context,
-                num_multiprocessors=chip.num_multiprocessors,
+                num_multiprocessors=running.chip.num_multiprocessors,
             )
     moved = (read + attention.state_elements) * passes
     moved = moved + (keys + attention.state_elements) * appending
@@ -213,20 +210,18 @@ def _served_idle_flops(layer: Layer, rows: Count, num_multiprocessors: int | Non
 
 def _served_attentions(
     layer: Layer,
-    run: RunConfig,
-    dtypes: Dtypes,
+    running: RunningModel,
     *,
     batch_size: Count,
     context: Count,
     alone: bool,
     decoding: bool,
-    chip: Chip,
 ) -> Work:
     """The attentions of one layer in a forward, and their caches; `alone`: of one query each."""
     attended = (
         attention_work(
             attention,
-            dtypes,
+            running.dtypes,
             batch_size=batch_size,
             queries=1 if alone else context,
             keys=num_keys(attention, context),
@@ -239,12 +234,10 @@ def _served_attentions(
     caches = (
         _cache_work(
             attention,
-            run,
-            dtypes,
+            running,
             batch_size=batch_size,
             context=num_keys(attention, context),
             decoding=decoding,
-            chip=chip,
         )
         for attention in layer.running.attentions
     )
@@ -265,19 +258,14 @@ def _expanding_weights(layer: Layer) -> int:
 
 def served_layers(
     group: LayerGroup,
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
+    running: RunningModel,
     *,
     batch_size: Count,
     context: Count,
     decoding: bool,
-    r: Count,
-    chip: Chip,
 ) -> Work:
     """One forward through the equal layers of `group`. Kind: estimate. Source: `docs/time.md`."""
+    model, run, dtypes = running.model, running.run, running.dtypes
     layer, count = group.layer.running, group.count
     padded = layer.padded(batch_size * context, context)
     tokens, context = (batch_size, context) if decoding else padded
@@ -302,33 +290,20 @@ def served_layers(
     attention_flops = count * rows * scan_flops_per_token(layer, context, decoding=alone)
     attended = _served_attentions(
         group.layer,
-        run,
-        dtypes,
+        running,
         batch_size=batch_size,
         context=context,
         alone=alone,
         decoding=decoding,
-        chip=chip,
     )
-    between = traffic.served_layer(
-        group.layer,
-        model,
-        dtypes,
-        method,
-        targets,
-        tokens=rows,
-        span=context,
-        r=r,
-        alone=alone,
-        chip=chip,
-    )
+    between = traffic.served_layer(group.layer, running, tokens=rows, span=context, alone=alone)
     unpacked, expanded_read = forward_bytes(layer, dtypes, rows)
     dequant, weight_read = count * unpacked, weight_read + count * expanded_read
     kernels = between.kernels + loop_kernels(group.layer, rows, 1 if alone else context)
     of_quants = forward_launches(layer, dtypes, rows)
     layers = Work(
         product_flops=product_flops,
-        idle_flops=count * _served_idle_flops(layer, rows, chip.num_multiprocessors),
+        idle_flops=count * _served_idle_flops(layer, rows, running.chip.num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=attention_flops,
         elementwise_bytes=count * (between.moved + recast_bytes(layer, dtypes, rows)[0]),
@@ -338,11 +313,11 @@ def served_layers(
         host_launches=count * of_quants.host,
     )
     of_adapters = (
-        _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
-        for linear, adapter in adapter_works(layer, dtypes, method, targets, r)
+        _served_adapter(linear, adapter, count, running, rows=rows)
+        for linear, adapter in adapter_works(layer, running)
     )
     works = (layers, attended.times(count), _widened(layer, dtypes, count * rows, of_encoder))
-    return unpacked_work(Work.total((*works, *of_adapters)), dtypes, chip)
+    return unpacked_work(Work.total((*works, *of_adapters)), dtypes, running.chip)
 
 
 def _widened(layer: Layer, dtypes: Dtypes, rows: Count, of_encoder: int) -> Work:
@@ -353,28 +328,19 @@ def _widened(layer: Layer, dtypes: Dtypes, rows: Count, of_encoder: int) -> Work
 
 
 def inference_work(
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    *,
-    batch_size: Count,
-    context: Count,
-    decoding: bool,
-    method: Method = NO_ADAPTERS,
-    targets: tuple[str, ...] = (),
-    r: Count = 0,
-    chip: Chip = UNKNOWN_CHIP,
+    running: RunningModel, *, batch_size: Count, context: Count, decoding: bool
 ) -> Work:
     """One forward: the prompt pass over `context` tokens, or one decoding step that sees them.
 
-    Each adapter that is not merged (of the matrices named in `targets`) does in every forward what
-    it does in one of training: PEFT caches nothing of DoRA's norms between tokens.
+    Each adapter of `running.targets`, which is not merged, does in every forward what it does in
+    one of training: PEFT caches nothing of DoRA's norms between tokens.
 
     The head sees the last position only, that of an encoder or of rewards every one. Of two stacks
     the first reads the prompt, and the second begins with one token.
 
     Kind: estimate. Source: `docs/time.md`.
     """
+    model, dtypes = running.model, running.dtypes
     tokens = batch_size if decoding else batch_size * context
     head, around = head_weights(model)
     vocab = num_logits(model)
@@ -387,24 +353,12 @@ def inference_work(
     if model.streams is not None:
         around_flops = 2 * tokens * around
     layers = Work.total(
-        served_layers(
-            group,
-            model,
-            run,
-            dtypes,
-            method,
-            targets,
-            batch_size=batch_size,
-            context=context,
-            decoding=decoding,
-            r=r,
-            chip=chip,
-        )
+        served_layers(group, running, batch_size=batch_size, context=context, decoding=decoding)
         for group in model.groups
         if not (decoding and model.task == "seq2seq-lm" and group.stack == "encoder")
     )
     launches = layers.launches + outside_ops(model) + 0 * tokens
-    serving = run.has_engine_kernels
+    serving = running.run.has_engine_kernels
     if decoding and serving:
         by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS
         eager = (context > VLLM_CAPTURED_TOKENS) * dtypes.libraries.graphs_end_early

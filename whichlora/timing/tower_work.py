@@ -7,6 +7,7 @@ from whichlora.memory.towers import TowerForward
 from whichlora.spec.architecture import LayerGroup
 from whichlora.spec.numeric import Count, ceil_div, smallest
 from whichlora.timing.chip import UNKNOWN_CHIP, Chip
+from whichlora.timing.running import RunningModel
 from whichlora.timing.serving_work import served_layers
 from whichlora.timing.training_work import trained_layers
 from whichlora.timing.work import BACKWARD_RATIO, Work, product_work
@@ -45,21 +46,20 @@ def tower_forward_work(tower: TowerForward, *, chip: Chip = UNKNOWN_CHIP) -> Wor
     Kind: estimate. Source: `timing.work.served_layers`; the real edges of windows are left out.
     """
     span, num_patches = tower.span, tower.num_patches
+    running = RunningModel(
+        model=tower.tower.stack,
+        run=tower.run,
+        dtypes=tower.dtypes,
+        method=tower.method,
+        targets=tower.targets,
+        r=tower.r,
+        chip=chip,
+    )
     works = []
     for group in tower.tower.stack.groups:
         segment = _segment(group, span)
         served = served_layers(
-            group,
-            tower.tower.stack,
-            tower.run,
-            tower.dtypes,
-            tower.method,
-            tower.targets,
-            batch_size=num_patches / segment,
-            context=segment,
-            decoding=False,
-            r=tower.r,
-            chip=chip,
+            group, running, batch_size=num_patches / segment, context=segment, decoding=False
         )
         packed = Work(launches=_packed_launches(group, num_patches, span))
         works += [served, packed]
@@ -90,20 +90,23 @@ def tower_step_work(step: TowerStep, *, text_tokens: Count, chip: Chip = UNKNOWN
     if not step.goes_backward:
         forward = tower_forward_work(step.forward, chip=chip)
         return Work.total((forward, moved)).times(micro_steps)
+    running = RunningModel(
+        model=step.model,
+        run=step.run,
+        dtypes=step.dtypes,
+        method=step.method,
+        targets=step.targets,
+        r=step.r,
+        chip=chip,
+    )
     works = []
     for group in step.model.groups:
         work = trained_layers(
             group.layer,
             group.count,
-            step.model,
-            step.run,
-            step.dtypes,
-            step.method,
-            step.targets,
+            running,
             tokens=num_patches,
             seq_len=_segment(group, step.forward.span),
-            r=step.r,
-            chip=chip,
         )
         launches = _packed_launches(group, num_patches, step.forward.span)
         packed = Work(

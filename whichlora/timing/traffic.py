@@ -7,8 +7,7 @@ from functools import partial
 
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.loss import loss_element_bytes
-from whichlora.methods.base import Method
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import Layer
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import FusedKernels
 from whichlora.spec.loss_heads import LOSS_HEADS
@@ -18,7 +17,7 @@ from whichlora.symbolic import autograd
 from whichlora.symbolic.language_head import head_traffic
 from whichlora.symbolic.layer import forward_traffic, layer_traffic, stream_bytes
 from whichlora.symbolic.linear_form import evaluate
-from whichlora.timing.chip import Chip
+from whichlora.timing.running import RunningModel
 from whichlora.trainers.base import Trainer
 
 _FUSED = FusedKernels(norm="apart", rope="apart", gated=True)
@@ -63,10 +62,10 @@ class StepTraffic:
 
 
 def _evaluated(
-    symbolic: autograd.Traffic, *, tokens: Count, span: Count, r: Count, chip: Chip
+    symbolic: autograd.Traffic, running: RunningModel, *, tokens: Count, span: Count
 ) -> Traffic:
     """`symbolic`, less what takes less time because the second-level cache holds it."""
-    number = partial(evaluate, tokens=tokens, span=span, r=r)
+    number, chip = partial(evaluate, tokens=tokens, span=span, r=running.r), running.chip
     moved = number(symbolic.moved)
     if chip.l2_bytes and chip.l2_saves:
         for sized in symbolic.sizes:
@@ -76,101 +75,67 @@ def _evaluated(
 
 
 def _step(
-    symbolic: autograd.StepTraffic, *, tokens: Count, span: Count, r: Count, chip: Chip
+    symbolic: autograd.StepTraffic, running: RunningModel, *, tokens: Count, span: Count
 ) -> StepTraffic:
-    return StepTraffic(
-        *(_evaluated(part, tokens=tokens, span=span, r=r, chip=chip) for part in symbolic)
-    )
+    return StepTraffic(*(_evaluated(part, running, tokens=tokens, span=span) for part in symbolic))
 
 
 def trained_layer(
-    layer: Layer,
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
-    *,
-    tokens: Count,
-    span: Count,
-    r: Count,
-    chip: Chip,
+    layer: Layer, running: RunningModel, *, tokens: Count, span: Count
 ) -> StepTraffic:
     """One layer in one micro-step.
 
     Kind: estimate. Source: `symbolic.layer.layer_traffic`.
     """
-    total = StepTraffic()
-    dtypes = _fused(dtypes, run)
-    for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
+    total, model, run = StepTraffic(), running.model, running.run
+    dtypes = _fused(running.dtypes, run)
+    for share, case, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
         symbolic = layer_traffic(
-            running,
+            case,
             model.stream_width,
-            targets,
+            running.targets,
             dtypes,
-            method,
+            running.method,
             masked=masked,
             ragged=ragged,
             reentrant=bool(run.use_reentrant),
             checkpointed=bool(run.gradient_checkpointing),
             stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
         )
-        total = total + _step(symbolic, tokens=tokens, span=span, r=r, chip=chip).times(share)
+        total = total + _step(symbolic, running, tokens=tokens, span=span).times(share)
     return total
 
 
 def served_layer(
-    layer: Layer,
-    model: ModelSpec,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
-    *,
-    tokens: Count,
-    span: Count,
-    r: Count,
-    alone: bool,
-    chip: Chip,
+    layer: Layer, running: RunningModel, *, tokens: Count, span: Count, alone: bool
 ) -> Traffic:
     """One layer of a forward without gradients.
 
     Args:
-        targets: of adapters that are not merged.
         alone: one token of each sequence runs, and sees the `span` of it.
 
     Kind: estimate. Source: `symbolic.layer.forward_traffic`.
     """
-    total = Traffic()
+    total, model, dtypes = Traffic(), running.model, running.dtypes
     stream = stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm)
-    for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
+    for share, case, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
         symbolic = forward_traffic(
-            running,
+            case,
             model.stream_width,
-            targets,
+            running.targets,
             dtypes,
-            method,
+            running.method,
             masked=masked,
             ragged=ragged,
             stream=stream,
             decoding=alone,
         )
-        total = total + _evaluated(symbolic, tokens=tokens, span=span, r=r, chip=chip).times(share)
+        total = total + _evaluated(symbolic, running, tokens=tokens, span=span).times(share)
     return total
 
 
 def head(
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
-    trainer: Trainer,
-    *,
-    computed: bool,
-    tokens: Count,
-    span: Count,
-    r: Count,
-    chip: Chip,
+    running: RunningModel, trainer: Trainer, *, computed: bool, tokens: Count, span: Count
 ) -> StepTraffic:
     """The last norm, the head and the loss of one micro-step, as far as PyTorch's operators go.
 
@@ -179,19 +144,20 @@ def head(
 
     Kind: estimate. Source: `symbolic.language_head.head_traffic`.
     """
-    (*_, last), dtypes = [layer for layer, _ in model.layers()], _fused(dtypes, run)
+    model, run = running.model, running.run
+    (*_, last), dtypes = [layer for layer, _ in model.layers()], _fused(running.dtypes, run)
     symbolic = head_traffic(
         model,
         dtypes,
-        method,
-        targets,
+        running.method,
+        running.targets,
         stream=stream_bytes(last, dtypes, after_norm=model.starts_in_layer_norm),
         loss_bytes=loss_element_bytes(model, dtypes),
-        trains_head=method.trains_base,
+        trains_head=running.method.trains_base,
         loss_head="" if computed else run.loss_head,
         widens_outputs=trainer.widens_outputs,
     )
-    return _step(symbolic, tokens=tokens, span=span, r=r, chip=chip)
+    return _step(symbolic, running, tokens=tokens, span=span)
 
 
 def _fused(dtypes: Dtypes, run: RunConfig) -> Dtypes:

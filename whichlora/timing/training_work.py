@@ -17,11 +17,11 @@ from whichlora.spec.numeric import Count, Real, floor_div
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
 from whichlora.timing import traffic
-from whichlora.timing.chip import UNKNOWN_CHIP, Chip
 from whichlora.timing.expansion import backward_bytes, forward_bytes, recast_bytes, visited_matrices
 from whichlora.timing.mamba_work import scan_flops_per_token, scan_loop_backward_bytes
 from whichlora.timing.products import idle_flops
 from whichlora.timing.quant_launches import backward_launches, forward_launches
+from whichlora.timing.running import RunningModel
 from whichlora.timing.traffic import StepTraffic, Traffic
 from whichlora.timing.work import (
     Work,
@@ -92,29 +92,22 @@ def wide_gradient_weights(layer: Layer, dtypes: Dtypes) -> int:
     )
 
 
-def _further_rows(
-    model: ModelSpec,
-    method: Method,
-    targets: tuple[str, ...],
-    *,
-    tokens: Count,
-    seq_len: Count,
-    r: Count,
-) -> Count:
+def _further_rows(running: RunningModel, *, tokens: Count, seq_len: Count) -> Count:
     """Rows times parameters of adapters, where an encoder's rows are more than a decoder's.
 
     They are those in the encoder, and those that read what it returns; less where it has fewer.
 
     Kind: exact. Source: `spec.architecture.with_source_len`.
     """
+    model, r = running.model, running.r
     total = 0 * tokens * r
     if not model.groups[0].layer.own_len:
         return total
     for layer, count in model.layers():
         in_layer = floor_div(tokens, seq_len) * (layer.own_len or seq_len)
-        for linear in adapted(layer, targets):
+        for linear in adapted(layer, running.targets):
             rows = _rows_read(model, in_layer, layer.own_len or seq_len, linear)
-            total = total + (rows - tokens) * count * method.adapter_params(linear, r)
+            total = total + (rows - tokens) * count * running.method.adapter_params(linear, r)
     return total
 
 
@@ -126,20 +119,10 @@ def _rows_read(model: ModelSpec, tokens: Count, seq_len: Count, linear: Linear) 
 
 
 def trained_layers(
-    layer: Layer,
-    count: int,
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
-    *,
-    tokens: Count,
-    seq_len: Count,
-    r: Count,
-    chip: Chip,
+    layer: Layer, count: int, running: RunningModel, *, tokens: Count, seq_len: Count
 ) -> Work:
     """One micro-step of `count` equal layers. Kind: estimate. Source: `docs/time.md`."""
+    run, dtypes, method = running.run, running.dtypes, running.method
     whole, layer = layer, layer.running
     tokens, seq_len = layer.padded(tokens, seq_len)
     recompute = 1 if run.gradient_checkpointing else 0
@@ -152,19 +135,8 @@ def trained_layers(
     attended = _trained_attentions(
         whole, dtypes, tokens=tokens, seq_len=seq_len, forwards=1 + recompute
     )
-    adapters = adapter_works(layer, dtypes, method, targets, r)
-    between = _between_products(
-        whole,
-        model,
-        run,
-        dtypes,
-        method,
-        targets,
-        tokens=tokens,
-        seq_len=seq_len,
-        r=r,
-        chip=chip,
-    )
+    adapters = adapter_works(layer, running)
+    between = _between_products(whole, running, tokens=tokens, seq_len=seq_len)
     unpacked, expanded_read = forward_bytes(layer, dtypes, tokens)
     expanded_back, read_back = backward_bytes(layer, dtypes)
     recast, recast_back = recast_bytes(layer, dtypes, tokens)
@@ -183,7 +155,7 @@ def trained_layers(
         + count * (passes + recompute) * further_reading_flops(layer, tokens // seq_len, tokens),
         wide_product_flops=multiplied * wide + in_fp32,
         idle_flops=count
-        * _trained_idle_flops(layer, tokens, method, recompute, chip.num_multiprocessors),
+        * _trained_idle_flops(layer, tokens, method, recompute, running.chip.num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=scanned * (3 + recompute),
         elementwise_bytes=count
@@ -198,12 +170,13 @@ def trained_layers(
         + count * of_quants_back.host,
         walked_modules=count * _walked_modules(layer, run, adapters),
     )
-    rows_of = partial(_rows_read, model, tokens, seq_len)
+    rows_of = partial(_rows_read, running.model, tokens, seq_len)
     in_step = (
         _trained_adapter(linear, adapter, dtypes, recompute, count, rows_of(linear))
         for linear, adapter in adapters
     )
-    return unpacked_work(Work.total((layers, attended.times(count), *in_step)), dtypes, chip)
+    total = Work.total((layers, attended.times(count), *in_step))
+    return unpacked_work(total, dtypes, running.chip)
 
 
 def _trained_attentions(
@@ -226,25 +199,15 @@ def _trained_attentions(
 
 
 def _between_products(
-    layer: Layer,
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
-    *,
-    tokens: Count,
-    seq_len: Count,
-    r: Count,
-    chip: Chip,
+    layer: Layer, running: RunningModel, *, tokens: Count, seq_len: Count
 ) -> StepTraffic:
     """What the kernels of one layer move in a micro-step, and how many there are."""
-    sizes = {"tokens": tokens, "span": seq_len, "r": r, "chip": chip}
-    counted = traffic.trained_layer(layer, model, run, dtypes, method, targets, **sizes)
+    run = running.run
+    counted = traffic.trained_layer(layer, running, tokens=tokens, span=seq_len)
     in_forward = loop_kernels(layer, tokens, seq_len)
     in_backward = loop_kernels(layer, tokens, seq_len, backward=True)
-    passes = 2 + method.trains_base + bool(run.gradient_checkpointing)
-    in_backward = in_backward + passes * grouped_ops(layer, dtypes, tokens)  # C++ launches them
+    passes = 2 + running.method.trains_base + bool(run.gradient_checkpointing)
+    in_backward = in_backward + passes * grouped_ops(layer, running.dtypes, tokens)  # by C++
     moved_back = tokens * scan_loop_backward_bytes(layer, seq_len)
     return counted + StepTraffic(
         Traffic(kernels=in_forward),
@@ -314,20 +277,14 @@ def _trained_adapter(
 
 
 def training_work(
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
+    running: RunningModel,
     *,
     batch_size: Count,
     seq_len: Count,
-    r: Count,
     scored: Count | None = None,
     logits_loss: LogitsLoss | None = None,
     update: Update,
     num_forwards: Count = 1,
-    chip: Chip = UNKNOWN_CHIP,
 ) -> Work:
     """One optimizer step: all accumulation micro-steps, then the update.
 
@@ -339,15 +296,15 @@ def training_work(
 
     Kind: estimate. Source: `docs/time.md`.
     """
+    model, run, dtypes, method = running.model, running.run, running.dtypes, running.method
     tokens = batch_size * seq_len
     scored = tokens if scored is None else scored
     recompute = 1 if run.gradient_checkpointing else 0
     passes = 3 if method.trains_base else 2
     head, around = head_weights(model)
 
-    settings = (model, run, dtypes, method, targets)
     layers = Work.total(
-        trained_layers(layer, count, *settings, tokens=tokens, seq_len=seq_len, r=r, chip=chip)
+        trained_layers(layer, count, running, tokens=tokens, seq_len=seq_len)
         for layer, count in model.layers()
     )
     # TRL's fused head makes each tile of the logits again in its backward
@@ -358,13 +315,10 @@ def training_work(
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     multiplied = Work.total((layers, product_work(around_layers, wide=widens_head(dtypes))))
     if not method.trains_base:
-        sizes = {"batch_size": batch_size, "seq_len": seq_len, "r": r}
-        rows = _adapter_rows(model, method, targets, update, **sizes)
+        rows = _adapter_rows(running, update, batch_size=batch_size, seq_len=seq_len)
         of_adapters = product_work((6 + 2 * recompute) * rows, wide=dtypes.widens_adapters)
         multiplied = Work.total((multiplied, of_adapters))
-    at_end = _at_end(
-        *settings, scored=scored, seq_len=seq_len, r=r, logits_loss=logits_loss, chip=chip
-    )
+    at_end = _at_end(running, scored=scored, seq_len=seq_len, logits_loss=logits_loss)
     elementwise = layers.elementwise_bytes + at_end.elementwise_bytes
     elementwise = elementwise + tokens * states_bytes_around(model, dtypes) * 5 // 2
     # a copy is read and written, and so is its gradient
@@ -383,54 +337,33 @@ def training_work(
 
 
 def _adapter_rows(
-    model: ModelSpec,
-    method: Method,
-    targets: tuple[str, ...],
-    update: Update,
-    *,
-    batch_size: Count,
-    seq_len: Count,
-    r: Count,
+    running: RunningModel, update: Update, *, batch_size: Count, seq_len: Count
 ) -> Count:
     """Trained parameters times the rows that each is multiplied with, summed up."""
-    tokens = batch_size * seq_len
+    method, tokens = running.method, batch_size * seq_len
     read = batch_size * method.added_tokens if method.added_tokens else tokens
-    shared = method.shared_tensors(adapted_linears(model, targets), r)
+    shared = method.shared_tensors(adapted_linears(running.model, running.targets), running.r)
     params = update.num_params - sum(tensor.num_params for tensor in shared)
-    further = _further_rows(model, method, targets, tokens=tokens, seq_len=seq_len, r=r)
-    return read * params + further
+    return read * params + _further_rows(running, tokens=tokens, seq_len=seq_len)
 
 
 def _at_end(
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
-    *,
-    scored: Count,
-    seq_len: Count,
-    r: Count,
-    logits_loss: LogitsLoss | None,
-    chip: Chip,
+    running: RunningModel, *, scored: Count, seq_len: Count, logits_loss: LogitsLoss | None
 ) -> Work:
     """What kernels around the layers move in a micro-step, and how many there are."""
+    model, run, dtypes = running.model, running.run, running.dtypes
     head = traffic.head(
-        model,
-        run,
-        dtypes,
-        method,
-        targets,
+        running,
         get_trainer(run.trainer),
         computed=logits_loss is not None,
         tokens=scored,
         span=seq_len,
-        r=r,
-        chip=chip,
     )
     moved = head.forward.moved + head.backward.moved
     moved = moved + _loss_passes(run, dtypes, logits_loss) * num_logits(model) * scored
-    if method.trains_base:  # zeros, to which rows are added; of a tied head a sum of two gradients
+    if (
+        running.method.trains_base
+    ):  # zeros, to which rows are added; of a tied head a sum of two gradients
         table = model.embeddings[0].num_params * dtypes.embedding_bytes
         moved = moved + (1 + 3 * model.head_tied) * table
     return Work(
@@ -485,18 +418,12 @@ def forward_share(run: RunConfig, method: Method) -> float:
 
 
 def evaluation_work(
-    model: ModelSpec,
-    run: RunConfig,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
+    running: RunningModel,
     *,
     batch_size: Count,
     seq_len: Count,
-    r: Count,
     logits_loss: LogitsLoss | None = None,
     update: Update,
-    chip: Chip = UNKNOWN_CHIP,
 ) -> Work:
     """One forward with its loss and without a graph; every token is scored.
 
@@ -504,23 +431,15 @@ def evaluation_work(
     come on top. Kind: estimate.
     Source: transformers 5.23 `Trainer.evaluation_loop`.
     """
+    model, run, dtypes = running.model, running.run, running.dtypes
+    # reentrant checkpointing repeats the whole forward
+    micro_step = replace(run, use_reentrant=True, gradient_accumulation_steps=1)
     again, once = (
         training_work(
-            model,
-            replace(
-                run,
-                gradient_checkpointing=checkpointed,
-                use_reentrant=True,  # which repeats the whole forward
-                gradient_accumulation_steps=1,
-            ),
-            dtypes,
-            method,
-            targets,
+            replace(running, run=replace(micro_step, gradient_checkpointing=checkpointed)),
             batch_size=batch_size,
             seq_len=seq_len,
-            r=r,
             update=update,
-            chip=chip,
         )
         for checkpointed in (True, False)
     )

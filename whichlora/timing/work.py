@@ -14,7 +14,7 @@ from operator import add, attrgetter
 
 from whichlora.memory import weights
 from whichlora.memory.embeddings import ENCODER_OUT
-from whichlora.methods.base import AdapterWork, Method
+from whichlora.methods.base import AdapterWork
 from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised, runs_adapter
 from whichlora.spec.numeric import Count, Real, ceil_div, floor_div, is_plain, smallest
@@ -28,6 +28,7 @@ from whichlora.timing.expansion import (
     visited_matrices,
 )
 from whichlora.timing.mamba_work import scan_loop_ops
+from whichlora.timing.running import RunningModel
 from whichlora.timing.sparse_work import choosing_flops_per_pair, indexer_linears
 from whichlora.timing.window_work import window_flops_per_token
 
@@ -413,13 +414,12 @@ def loop_ops(layer: Layer) -> int:
     return LOOP_OPS * moe.num_experts if moe is not None and moe.one_by_one else 0
 
 
-def adapter_works(
-    layer: Layer, dtypes: Dtypes, method: Method, targets: tuple[str, ...], r: Count
-) -> list[tuple[Linear, AdapterWork]]:
+def adapter_works(layer: Layer, running: RunningModel) -> list[tuple[Linear, AdapterWork]]:
     """The matrices of one layer whose adapters run, each with the work of its adapter."""
-    linears = () if method.trains_base else adapted(layer, targets)
-    running = (linear for linear in linears if runs_adapter(linear, dtypes))
-    return [(linear, method.work(linear, dtypes, r)) for linear in running]
+    method, dtypes = running.method, running.dtypes
+    linears = () if method.trains_base else adapted(layer, running.targets)
+    adapted_here = (linear for linear in linears if runs_adapter(linear, dtypes))
+    return [(linear, method.work(linear, dtypes, running.r)) for linear in adapted_here]
 
 
 def unpacked_work(layers: Work, dtypes: Dtypes, chip: Chip) -> Work:
