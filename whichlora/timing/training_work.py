@@ -361,9 +361,8 @@ def _at_end(
     )
     moved = head.forward.moved + head.backward.moved
     moved = moved + _loss_passes(run, dtypes, logits_loss) * num_logits(model) * scored
-    if (
-        running.method.trains_base
-    ):  # zeros, to which rows are added; of a tied head a sum of two gradients
+    if running.method.trains_base:
+        # zeros, to which rows are added; of a tied head a sum of two gradients
         table = model.embeddings[0].num_params * dtypes.embedding_bytes
         moved = moved + (1 + 3 * model.head_tied) * table
     return Work(
