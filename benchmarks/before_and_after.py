@@ -132,7 +132,7 @@ def timed_rows() -> Iterator[Row]:
     from published import gpu_of
     from published.times import HELD_OUT, cold_runs, time_rows
 
-    from whichlora.calibration.fit_time import fit_time
+    from whichlora.calibration.fit_time import fit_phases
     from whichlora.timing import model as timing
 
     for cold in cold_runs():
@@ -147,7 +147,7 @@ def timed_rows() -> Iterator[Row]:
             others = [
                 row.sample for row in rows if row.group != group and getattr(row, "teaches", True)
             ]
-            fitted = fit_time(others, gpu_of(held[0].observation.gpu), phase)
+            fitted = fit_phases({phase: others}, gpu_of(held[0].observation.gpu))[phase]
             for sample in held:
                 row = sample.observation
                 seconds = float(timing.seconds(fitted, sample.sample.features)[0])

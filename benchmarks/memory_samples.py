@@ -26,6 +26,7 @@ from whichlora.predict import predict as prediction
 from whichlora.predict import quantities
 from whichlora.predict import resolve as resolution
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.judged import judged_run
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, RunConfig
@@ -580,7 +581,7 @@ def predicted_allocated(run: RunConfig) -> dict[str, Any]:
 def predicted_reserved(run: RunConfig) -> dict[str, int]:
     """What the replay says that the allocator reserves for `run`, in the words of a line."""
     job, found = without_workspaces(run)
-    memory, _ = prediction.predict_memory(job, prior_calibration(GPU))
+    memory, _ = prediction.memory_prediction(judged_run(job, prior_calibration(GPU)))
     return {
         "peak_reserved_bytes": memory.peak_reserved_bytes - found.workspace_bytes,
         "reserved_bound_bytes": memory.reserved_interval_bytes[1] - found.workspace_bytes,

@@ -24,8 +24,9 @@ from published.memory import compared_memory
 
 from whichlora.calibration.load import model_of
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.judged import judged_run
 from whichlora.predict.judgement import ALLOCATED_PARTS
-from whichlora.predict.predict import predict_memory
+from whichlora.predict.predict import memory_prediction
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.results import Measurement
 from whichlora.store.gpus import find_gpu
@@ -57,7 +58,7 @@ def shares() -> Mapping[str, list[float]]:
     """Errors as shares of a part, by part."""
     found: dict[str, list[float]] = {part: [] for part in ALLOCATED_PARTS}
     for job, measured in measured_peaks():
-        memory, _ = predict_memory(job, prior_calibration(job.gpu))
+        memory, _ = memory_prediction(judged_run(job, prior_calibration(job.gpu)))
         for part, size in memory.breakdown.items():
             if part in found and size >= LEAST * memory.peak_allocated_bytes:
                 found[part].append(abs(measured - memory.peak_allocated_bytes) / size)

@@ -21,7 +21,8 @@ from published import Observation, Quantity, gpu_of
 from published.memory import predicted_bytes
 
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict_memory
+from whichlora.predict.judged import judged_run
+from whichlora.predict.predict import memory_prediction
 from whichlora.predict.resolve import resolve
 
 ANSWERS = Path(__file__).with_name("peer_answers.jsonl")
@@ -134,7 +135,7 @@ def ours() -> tuple[Answer, ...]:
     found = []
     for one in rows():
         job = resolve(one.model, one.run, gpu_of(one.gpu))
-        memory, _ = predict_memory(job, prior_calibration(job.gpu))
+        memory, _ = memory_prediction(judged_run(job, prior_calibration(job.gpu)))
         allocated = one.quantity == "peak_allocated"
         low, high = memory.allocated_interval_bytes if allocated else memory.interval_bytes
         found.append(Answer(one, predicted_bytes(one) / one.value - 1, low <= one.value <= high))

@@ -38,8 +38,9 @@ from published.times import (
 )
 
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.judged import judged_run
 from whichlora.predict.judgement import MEMORY_CONFIDENCE
-from whichlora.predict.predict import predict_memory
+from whichlora.predict.predict import memory_prediction
 from whichlora.predict.resolve import resolve
 from whichlora.units import GiB
 
@@ -109,7 +110,7 @@ def _interval_line(found: Sequence[Compared]) -> str:
             if run.phase != phase:
                 continue
             job = resolve(one.observation.model, run, gpu_of(one.observation.gpu))
-            memory, _ = predict_memory(job, prior_calibration(job.gpu))
+            memory, _ = memory_prediction(judged_run(job, prior_calibration(job.gpu)))
             is_reserved = one.observation.quantity == "peak_reserved"
             low, high = memory.reserved_interval_bytes if is_reserved else memory.interval_bytes
             inside += low <= measured <= high

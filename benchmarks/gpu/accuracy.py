@@ -28,8 +28,9 @@ from whichlora.calibration.fit import fit
 from whichlora.calibration.load import model_of
 from whichlora.calibration.samples import time_samples
 from whichlora.predict.coefficients import TIME_PHASES, Calibration, prior_calibration
+from whichlora.predict.judged import judged_run
 from whichlora.predict.judgement import TIME_CONFIDENCE
-from whichlora.predict.predict import predict_memory
+from whichlora.predict.predict import memory_prediction
 from whichlora.predict.quantities import ledger, passes, step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
@@ -112,7 +113,7 @@ def all_judged(gpu: GpuSpec, records: Iterable[Measurement]) -> Iterator[Judged]
     for one in records:
         if one.outcome == "ok":
             job = resolve(model_of(one), one.run, gpu)
-            memory, _ = predict_memory(job, cold)
+            memory, _ = memory_prediction(judged_run(job, cold))
             yield Judged(one, job, memory, str(one.provenance["group"]))
 
 

@@ -10,7 +10,8 @@ import published
 from published import MEMORY, Observation, gpu_of
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict_memory
+from whichlora.predict.judged import judged_run
+from whichlora.predict.predict import memory_prediction
 from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 
@@ -63,7 +64,7 @@ def predicted_bytes(one: Observation) -> float:
     if one.quantity == "allocated_after_forward":  # the 16-bit logits are gone by then
         narrow = 2 * one.run.batch_size * one.run.seq_len * one.model.vocab_size
         return _moment_bytes(ledger(job), "loss_forward") - narrow
-    memory, _ = predict_memory(job, prior_calibration(job.gpu))
+    memory, _ = memory_prediction(judged_run(job, prior_calibration(job.gpu)))
     if one.quantity in ("peak_allocated", "perhaps_allocated"):
         return memory.peak_allocated_bytes
     if one.quantity == "peak_reserved":

@@ -14,7 +14,7 @@ import numpy as np
 
 import published
 from published import MEMORY, Observation, Quantity, gpu_of, records
-from whichlora.calibration.fit_time import fit_phases, fit_time, sharpened
+from whichlora.calibration.fit_time import fit_phases, sharpened
 from whichlora.calibration.load import model_of
 from whichlora.calibration.regression import conformal_scale
 from whichlora.calibration.samples import Sample, time_samples
@@ -147,7 +147,7 @@ Fit = Callable[[Sequence[TimeSample], str, GpuSpec], TimeModel]
 
 
 def _shipped_form(kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> TimeModel:
-    return fit_time([one.sample for one in kept], gpu, phase)
+    return fit_phases({phase: [one.sample for one in kept]}, gpu)[phase]
 
 
 def _errors(model: TimeModel, held: Sequence[TimeSample]) -> list[tuple[float, float]]:
@@ -371,7 +371,9 @@ def shipped(group: Callable[[Measurement], str]) -> Iterator[Judged]:
         here = [row for row in grouped if row[:2] == (key, phase)]
         cold = timing.prior_model(gpu_of(key), phase)
         kept = [sample for _, _, other, sample in here if other != name]
-        model = fit_time(kept, gpu_of(key), phase, held_out=len(kept) >= 3)
+        model = fit_phases({phase: kept}, gpu_of(key))[phase]
+        if len(kept) >= 3:  # noise and interval scale of left-out runs
+            model = sharpened(model, {phase: kept}, gpu_of(key), phase)[0]
         for sample in (sample for _, _, other, sample in here if other == name):
             seconds = float(timing.seconds(model, sample.features)[0])
             alone = float(timing.seconds(cold, sample.features)[0])

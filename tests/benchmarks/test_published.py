@@ -17,7 +17,7 @@ from published.memory import compared_memory, explanation
 from published.sources import fms_warm_up_s
 from published.times import held_out
 
-from whichlora.calibration.fit_time import fit_time
+from whichlora.calibration.fit_time import fit_phases
 from whichlora.spec.results import Measurement
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.measurements import read_records
@@ -272,7 +272,7 @@ def test_intervals_of_the_priors_hold_what_they_state(phase: str, most: float) -
 def test_the_compared_forms_hold_the_one_that_is_used() -> None:
     samples = times.time_rows("Forward and backward in fp32, a GPU never measured")
     gpu = published.gpu_of("v100-pcie-32gb")
-    used = fit_time([one.sample for one in samples], gpu, "finetune")
+    used = fit_phases({"finetune": [one.sample for one in samples]}, gpu)["finetune"]
     means = [time_forms.fitted(form, samples, "finetune", gpu).mean for form in time_forms.FORMS]
     same = [mean == pytest.approx(used.mean, rel=1e-9) for mean in means]
     assert same == [False, True, True, False, False, False]

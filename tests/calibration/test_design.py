@@ -12,7 +12,7 @@ from statistics import mean
 import pytest
 
 from whichlora.calibration.design import Option, PredictedTime, choose
-from whichlora.calibration.fit_time import fit_time
+from whichlora.calibration.fit_time import fit_phases
 from whichlora.calibration.samples import Sample
 from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import resolve
@@ -75,7 +75,7 @@ def designed(truth: TimeModel, dice: random.Random) -> list[Sample]:
         predicted_time = open_sights.pop(chosen)
         samples.append(measured(truth, predicted_time, dice))
         left -= option(predicted_time, truth).cost_s
-        model = fit_time(samples, GPU, PHASE)
+        model = fit_phases({PHASE: samples}, GPU)[PHASE]
 
 
 def in_order(order: Sequence[PredictedTime], truth: TimeModel, dice: random.Random) -> list[Sample]:
@@ -89,7 +89,7 @@ def in_order(order: Sequence[PredictedTime], truth: TimeModel, dice: random.Rand
 
 
 def error(samples: Sequence[Sample], truth: TimeModel) -> float:
-    model = fit_time(samples, GPU, PHASE)
+    model = fit_phases({PHASE: samples}, GPU)[PHASE]
     return mean(
         abs(
             math.log(

@@ -12,7 +12,7 @@ import pytest
 
 from whichlora.calibration.fit import digest, fit
 from whichlora.calibration.fit_memory import fit_memory
-from whichlora.calibration.fit_time import fit_time
+from whichlora.calibration.fit_time import fit_phases
 from whichlora.calibration.load import model_of
 from whichlora.calibration.regression import (
     PRIOR_WEIGHT,
@@ -24,8 +24,8 @@ from whichlora.calibration.samples import Sample, groups_of, time_samples
 from whichlora.errors import ConfigError
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.judged import judged_memory, judged_time
-from whichlora.predict.predict import predict, predict_memory
+from whichlora.predict.judged import judged_memory, judged_run, judged_time
+from whichlora.predict.predict import memory_prediction, predict
 from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.numeric import TWO_SIDED_Z
@@ -638,8 +638,8 @@ def test_memory_corrects_what_is_least_known_first() -> None:
     found = fit(records, GPU, model_of)
     assert found.memory.mean["weights"] == pytest.approx(1.0, abs=0.02)
     job = resolve(load_model(MODELS[1]), runs()[4], GPU)
-    cold, _ = predict_memory(job, truth)
-    fitted, _ = predict_memory(job, found)
+    cold, _ = memory_prediction(judged_run(job, truth))
+    fitted, _ = memory_prediction(judged_run(job, found))
     target = 1.03 * cold.peak_allocated_bytes
     assert abs(fitted.peak_allocated_bytes - target) < abs(cold.peak_allocated_bytes - target)
 
@@ -682,12 +682,14 @@ def test_a_run_is_left_out_as_a_whole_where_models_are_few() -> None:
 
 def test_coefficients_are_never_negative() -> None:
     found = [replace(sample, value=sample.value / 50) for sample in samples(8, groups=1)]
-    assert all(value >= 0 for value in fit_time(found, GPU, "finetune").mean.values())
+    assert all(
+        value >= 0 for value in fit_phases({"finetune": found}, GPU)["finetune"].mean.values()
+    )
 
 
 def test_more_equal_runs_are_never_less_certain() -> None:
     def noise_of(found: Sequence[Sample]) -> float:
-        return fit_time(found, GPU, "finetune").noise
+        return fit_phases({"finetune": found}, GPU)["finetune"].noise
 
     found = samples(12, groups=1)
     assert noise_of(found) <= noise_of(found[:4]) <= noise_of(found[:1])
@@ -707,7 +709,7 @@ def test_a_coefficient_that_no_time_is_left_for_falls_and_stays_in_the_fit() -> 
         Sample("a", features | {"products": 0.4 * n, "dequant": 0.12}, 0.4 * n, record=str(n))
         for n in (1, 2, 4, 8)
     ]
-    fitted = fit_time(samples, CPU, "finetune")
+    fitted = fit_phases({"finetune": samples}, CPU)["finetune"]
     assert 0 < fitted.mean["dequant"] < 0.25 * model.mean["dequant"]
     for sample in samples:
         predicted, _ = seconds(fitted, sample.features)

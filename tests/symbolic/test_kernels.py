@@ -9,7 +9,8 @@ import pytest
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict_memory
+from whichlora.predict.judged import judged_run
+from whichlora.predict.predict import memory_prediction
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Attention
 from whichlora.spec.backends import SdpaCall, backend_of
@@ -174,7 +175,9 @@ def test_transformers_repeats_keys_where_it_has_a_mask() -> None:
 def test_the_math_kernel_costs_a_t4_a_matrix_of_scores() -> None:
     def peak(**settings: Any) -> int:
         job = job_of("t4-16gb", precision="fp16", seq_len=2048, loss_head="liger", **settings)
-        return predict_memory(job, prior_calibration(job.gpu))[0].peak_allocated_bytes
+        return memory_prediction(judged_run(job, prior_calibration(job.gpu)))[
+            0
+        ].peak_allocated_bytes
 
     scores = 14 * 2048**2 * 4
     # probabilities, their gradient, the product of both, and the scores' gradient, in fp32

@@ -54,18 +54,6 @@ Spread: TypeAlias = Mapping[str, float]  # relative standard deviation by featur
 Samples: TypeAlias = Mapping[str, Sequence[Sample]]  # by phase
 
 
-def fit_time(
-    samples: Sequence[Sample], gpu: GpuSpec, phase: str, *, held_out: bool = False
-) -> TimeModel:
-    """Coefficients of one phase from its runs alone, the prior's where there is no sample.
-
-    Args:
-        held_out: take noise and interval scale from left-out runs, where there are enough.
-    """
-    model = fit_phases({phase: samples}, gpu)[phase]
-    return sharpened(model, {phase: samples}, gpu, phase)[0] if held_out else model
-
-
 def fit_phases(samples: Samples, gpu: GpuSpec) -> dict[str, TimeModel]:
     """Coefficients of all phases, from the runs of all phases.
 

@@ -10,7 +10,7 @@ from whichlora.memory import allocator
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.counted import CountedRun, count_run
 from whichlora.predict.host_memory import host_fault, memory_of_node, saving_note
-from whichlora.predict.judged import judge_moments, judged_ranks, judged_run, judged_time
+from whichlora.predict.judged import judge_moments, judged_ranks, judged_time
 from whichlora.predict.judgement import (
     MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
@@ -41,12 +41,8 @@ from whichlora.units import format_seconds
 MEMORY_ONLY = "; memory only"  # ends the basis of what has no time
 
 
-def predict_memory(job: ResolvedRun, calibration: Calibration) -> tuple[MemoryPrediction, int]:
-    """Peak memory of `job`, and the least it can be at the stated confidence."""
-    return _memory_prediction(judged_run(job, calibration))
-
-
-def _memory_prediction(judged: MemoryJudgement) -> tuple[MemoryPrediction, int]:
+def memory_prediction(judged: MemoryJudgement) -> tuple[MemoryPrediction, int]:
+    """Peak memory of a run, and the least it can be at the stated confidence."""
     least, low, high = judged.bounds()
     return (
         MemoryPrediction(
@@ -207,7 +203,7 @@ def judge_counted(
     judged = judge_moments(
         job, counted.moments, calibration, is_replayed=counted.is_replayed, service=service
     )
-    memory, least = _memory_prediction(judged)
+    memory, least = memory_prediction(judged)
     if traced is not None:
         by_ledger = memory.peak_allocated_bytes
         memory = with_trace(job, memory, traced)
