@@ -783,6 +783,11 @@ class Embedding:
         """Whether full fine-tuning changes it."""
         return self.kind == "learned"
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether it is looked up by position: its name in transformers says so."""
+        return "position" in self.name or self.name == "wpe"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedHead:
@@ -1305,9 +1310,7 @@ class ModelSpec:
     @property
     def adds_positions(self) -> bool:
         """Whether looked-up positions are added to the looked-up tokens."""
-        return any(
-            "position" in embedding.name or embedding.name == "wpe" for embedding in self.embeddings
-        )
+        return any(table.has_positions for table in self.embeddings)
 
     @property
     def has_two_stacks(self) -> bool:
@@ -1332,8 +1335,7 @@ class ModelSpec:
     @property
     def longest_input(self) -> int | None:
         """Tokens that its table of positions has vectors for; None where they are computed."""
-        tables = (table for table in self.embeddings if table.kind != "buffer")
-        looked_up = any("position" in table.name or table.name == "wpe" for table in tables)
+        looked_up = any(table.has_positions and table.kind != "buffer" for table in self.embeddings)
         if not looked_up or self.max_position_embeddings is None:
             return None
         return self.max_position_embeddings - self.positions_of_padding
