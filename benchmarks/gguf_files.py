@@ -14,7 +14,8 @@ import numpy as np
 
 from whichlora.serving.gguf import BLOCKS, Tensor, tensors
 from whichlora.serving.gguf_architectures import architecture_of
-from whichlora.spec.architecture import Attention, ModelSpec, Moe, layers_in_order
+from whichlora.spec.architecture import ModelSpec, layers_in_order
+from whichlora.spec.layer import Attention, Moe
 
 
 def write(model: ModelSpec, file_type: str, path: Path, *, seed: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """The worst points of one layer, without checkpointing unless told."""
 
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.spec.architecture import Layer
+from whichlora.spec.layer import Layer
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import cache
 
 from whichlora import families
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer
 from whichlora.store.models import find_model
 
 POWERLM_3B = {  # ibm/PowerLM-3b config.json

@@ -16,10 +16,10 @@ from written_job import script_of
 
 from whichlora.dataset import count_tokens, open_dataset
 from whichlora.families import build
-from whichlora.spec.architecture import limited_sides
 from whichlora.spec.data_format import IMAGE_ROWS
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import DatasetConfig
+from whichlora.spec.tower import limited_sides
 
 pytestmark = pytest.mark.oracle
 Image = pytest.importorskip("PIL.Image")

@@ -17,7 +17,8 @@ from whichlora.families import FAMILIES, build, known_types
 from whichlora.memory.training import trained_params
 from whichlora.memory.weights import masked_head_params
 from whichlora.methods import get_method
-from whichlora.spec.architecture import LayerGroup, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import LayerGroup
 from whichlora.spec.run import ALL_LINEAR
 from whichlora.spec.targets import resolve_targets
 from whichlora.store.models import list_models

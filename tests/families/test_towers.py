@@ -7,7 +7,7 @@ import pytest
 from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.families.towers.qwen import qwen_grid, resized
-from whichlora.spec.architecture import ImageGrid, Tower
+from whichlora.spec.tower import ImageGrid, Tower
 
 QWEN2 = {"patch": 14, "merge": 2, "values": 1176, "least": 3136, "most": 16384 * 784}
 

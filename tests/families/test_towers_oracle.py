@@ -17,7 +17,7 @@ import pytest
 
 from whichlora.families import build
 from whichlora.families.multimodal import TOWERS, is_audio_class, is_image_class
-from whichlora.spec.architecture import Tower
+from whichlora.spec.tower import Tower
 
 pytestmark = pytest.mark.oracle
 

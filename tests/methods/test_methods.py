@@ -25,7 +25,7 @@ from whichlora.methods.base import Method as BaseMethod
 from whichlora.predict.quantities import ledger, num_trained, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec import members
-from whichlora.spec.architecture import Linear
+from whichlora.spec.layer import Linear
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model

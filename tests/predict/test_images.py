@@ -13,9 +13,9 @@ from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.spec.architecture import limited_sides
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig, image_sides
+from whichlora.spec.tower import limited_sides
 
 TEXT = {
     "hidden_size": 2048,

@@ -12,9 +12,9 @@ from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.judged import judged_run
 from whichlora.predict.predict import memory_prediction
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.spec.architecture import Attention
 from whichlora.spec.backends import SdpaCall, backend_of
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY
+from whichlora.spec.layer import Attention
 from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import find_target

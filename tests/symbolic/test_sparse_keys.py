@@ -13,7 +13,8 @@ from whichlora.memory.layer_passes import CHECKPOINTS
 from whichlora.methods.base import NO_ADAPTERS
 from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.symbolic.autograd import Tape, Tensor

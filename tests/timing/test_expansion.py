@@ -8,8 +8,8 @@ import pytest
 
 from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import Dtypes, expands_by_operators
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model

@@ -16,8 +16,9 @@ from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.methods import weight_dtype
 from whichlora.predict.quantities import num_trained, running_model, update_of
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Layer
 from whichlora.spec.run import Precision, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model

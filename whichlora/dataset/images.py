@@ -13,9 +13,9 @@ from whichlora.dataset.audio import length_s
 from whichlora.dataset.base import Example
 from whichlora.errors import ConfigError
 from whichlora.extras import require
-from whichlora.spec.architecture import SAMPLING_RATE, ImageGrid
 from whichlora.spec.data_format import AUDIOS, IMAGES
 from whichlora.spec.run import RunConfig
+from whichlora.spec.tower import SAMPLING_RATE, ImageGrid
 
 _TURNED = range(5, 9)  # values of EXIF's orientation that swap the sides
 _ORIENTATION = 0x0112

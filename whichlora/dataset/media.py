@@ -11,8 +11,8 @@ from whichlora.dataset.base import Example, Row
 from whichlora.dataset.columns import Columns, as_list, clips_column, image_column
 from whichlora.dataset.images import image_of
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import Tower
 from whichlora.spec.data_format import AUDIOS, IMAGES
+from whichlora.spec.tower import Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

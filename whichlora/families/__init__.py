@@ -40,7 +40,8 @@ from whichlora.families import (
 from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
 from whichlora.families.multimodal import TOWERS, build_multimodal
-from whichlora.spec.architecture import Linear, ModelSpec, Pooling
+from whichlora.spec.architecture import ModelSpec, Pooling
+from whichlora.spec.layer import Linear
 
 _MODULES = (
     llama,

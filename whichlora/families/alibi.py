@@ -8,7 +8,8 @@ from typing import Any, Literal
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer, Linear
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "bloom": {

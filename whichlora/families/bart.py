@@ -8,7 +8,8 @@ from typing import Any, Literal
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import encoder_decoder, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Attention, Embedding, Layer, Mlp, ModelSpec, PositionKind
+from whichlora.spec.architecture import Embedding, ModelSpec, PositionKind
+from whichlora.spec.layer import Attention, Layer, Mlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,16 +18,8 @@ from whichlora.families.labels import (
     with_dense_head,
     with_pooler,
 )
-from whichlora.spec.architecture import (
-    Attention,
-    Embedding,
-    Layer,
-    LayerGroup,
-    Linear,
-    MaskedHead,
-    ModelSpec,
-    Norm,
-)
+from whichlora.spec.architecture import Embedding, MaskedHead, ModelSpec
+from whichlora.spec.layer import Attention, Layer, LayerGroup, Linear, Norm
 
 BERT: dict[str, Any] = {
     "vocab_size": 30522,

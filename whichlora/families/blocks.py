@@ -7,18 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import (
-    Attention,
-    Embedding,
-    Layer,
-    LayerGroup,
-    Linear,
-    Mlp,
-    ModelSpec,
-    Moe,
-    Norm,
-    NormKind,
-)
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Attention, Layer, LayerGroup, Linear, Mlp, Moe, Norm, NormKind
 
 FeedForward = Callable[[int], tuple[Mlp | None, Moe | None]]
 """The number of a layer -> its MLP or its mixture of experts."""

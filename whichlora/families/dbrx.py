@@ -6,7 +6,8 @@ from typing import Any
 
 from whichlora.families.blocks import causal_lm, norms, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec, Moe
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer, Linear, Mlp, Moe
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dbrx": {

@@ -16,14 +16,8 @@ from whichlora.families.blocks import (
     softmax_attention,
 )
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import (
-    Attention,
-    ModelSpec,
-    Norm,
-    NormKind,
-    PositionTables,
-    WideRotation,
-)
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Norm, NormKind, PositionTables, WideRotation
 
 PRE_NORM = ("input_layernorm", "post_attention_layernorm")
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -18,14 +18,8 @@ from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
 from whichlora.families.moe import deepseek_feed_forward
-from whichlora.spec.architecture import (
-    Attention,
-    Linear,
-    ModelSpec,
-    Norm,
-    Projection,
-    SparseKeys,
-)
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Linear, Norm, Projection, SparseKeys
 
 AS_DEEPSEEK = (
     "transformers has no class of Kimi K2: taken as its DeepseekV3ForCausalLM, which has the same "

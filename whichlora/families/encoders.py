@@ -16,15 +16,8 @@ from whichlora.families.bert import (
 from whichlora.families.blocks import mlp, norms
 from whichlora.families.fields import Fields
 from whichlora.families.labels import with_dense_head, with_pooler
-from whichlora.spec.architecture import (
-    Attention,
-    Embedding,
-    Layer,
-    Linear,
-    MaskedHead,
-    ModelSpec,
-    Norm,
-)
+from whichlora.spec.architecture import Embedding, MaskedHead, ModelSpec
+from whichlora.spec.layer import Attention, Layer, Linear, Norm
 
 _NO_TYPES = BERT | {"type_vocab_size": 0}
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec, Moe, Tower
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer, Linear, Mlp, Moe
+from whichlora.spec.tower import Tower
 
 _Names = Mapping[str, tuple[str, ...]]  # of a parameter → those that its parts had as modules
 _MIXTRAL: _Names = {"gate": ("gate",), "gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}

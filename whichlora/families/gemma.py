@@ -10,7 +10,8 @@ from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
 from whichlora.families.decoder import FULL, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Embedding, Layer, LayerInput, Linear, ModelSpec, Norm
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Layer, LayerInput, Linear, Norm
 
 SANDWICH = (
     "input_layernorm",

@@ -10,16 +10,8 @@ from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.decoder import FULL, every_nth_full
 from whichlora.families.fields import Fields
 from whichlora.families.gemma import GEMMA2, SANDWICH, kv_sharing, layer_input
-from whichlora.spec.architecture import (
-    AltUp,
-    Embedding,
-    Layer,
-    Linear,
-    LowRankResidual,
-    ModelSpec,
-    Norm,
-    Streams,
-)
+from whichlora.spec.architecture import Embedding, ModelSpec, Streams
+from whichlora.spec.layer import AltUp, Layer, Linear, LowRankResidual, Norm
 
 _FULL_EVERY = 5
 _WIDTH = "intermediate_size"

@@ -9,7 +9,8 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Embedding, Layer, Linear, Mlp, ModelSpec
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Layer, Linear, Mlp
 
 _GPT2 = {
     "vocab_size": 50257,

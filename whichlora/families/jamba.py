@@ -15,7 +15,8 @@ from whichlora.families.blocks import (
 )
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
-from whichlora.spec.architecture import Attention, Linear, ModelSpec, Moe, Norm
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Linear, Moe, Norm
 from whichlora.spec.numeric import ceil_div
 
 DEFAULTS: dict[str, dict[str, Any]] = {

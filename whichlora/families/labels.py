@@ -10,7 +10,8 @@ Source: transformers 5.23 `GenericForSequenceClassification`, `GenericForTokenCl
 from __future__ import annotations
 
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import LabelHead, LabelTransform, Linear, ModelSpec, Norm
+from whichlora.spec.architecture import LabelHead, LabelTransform, ModelSpec
+from whichlora.spec.layer import Linear, Norm
 
 SEQUENCES, TOKENS, SPANS = "sequence-classification", "token-classification", "question-answering"
 LabelHeads = tuple[tuple[str, LabelHead], ...]

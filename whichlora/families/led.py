@@ -9,7 +9,8 @@ from whichlora.errors import ConfigError
 from whichlora.families.bart import BART, feed_forward, mvp_decoder_layer
 from whichlora.families.blocks import encoder_decoder, norms, qkv_linears, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Attention, Embedding, Layer, ModelSpec, Windows
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Attention, Layer, Windows
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "led": BART

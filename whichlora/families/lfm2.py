@@ -14,7 +14,8 @@ from whichlora.families.blocks import (
     softmax_attention,
 )
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Linear, Norm
 from whichlora.spec.numeric import round_up
 
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,8 @@ from whichlora.families.decoder import (
     late_sliding,
 )
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Layer, ModelSpec, Norm
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer, Norm
 
 _PLAIN = ("up_proj", "down_proj")
 _POST_NORM = ("post_attention_layernorm", "post_feedforward_layernorm")

@@ -9,7 +9,8 @@ from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attent
 from whichlora.families.decoder import FULL, PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
-from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Moe, Norm
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Layer, Linear, Moe, Norm
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama4_text": LLAMA

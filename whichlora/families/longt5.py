@@ -20,7 +20,8 @@ from whichlora.families.seq2seq import (
     t5_model,
     tied_head_notes,
 )
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "longt5": T5_DEFAULTS["t5"]

@@ -17,7 +17,8 @@ from whichlora.families.blocks import (
 from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
-from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Moe, Norm
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Layer, Linear, Moe, Norm
 
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 128,

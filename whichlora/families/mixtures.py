@@ -17,7 +17,8 @@ from whichlora.families.moe import (
     routed_experts,
     sparse_or_dense,
 )
-from whichlora.spec.architecture import Linear, Mlp, ModelSpec, Moe
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Linear, Mlp, Moe
 
 _ROUTED = {"num_experts_per_tok": 8, "first_k_dense_replace": 0}
 DEFAULTS: dict[str, dict[str, Any]] = {

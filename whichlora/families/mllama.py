@@ -9,7 +9,8 @@ from whichlora.families.blocks import norms, softmax_attention
 from whichlora.families.decoder import PRE_NORM, decoder
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
-from whichlora.spec.architecture import Layer, LayerGroup, ModelSpec, Norm
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer, LayerGroup, Norm
 
 _ADDED_ROWS = 8  # of the embedding, for the image's token, which no logit belongs to
 _NUM_GATES = 2  # of one number each: of what attention and the MLP add

@@ -9,7 +9,8 @@ from whichlora.families.blocks import FeedForward, mlp, moe
 from whichlora.families.decoder import Style, decoder, every_nth_full, late_sliding
 from whichlora.families.fields import Fields
 from whichlora.families.llama import GRANITE, LLAMA, MISTRAL, QWEN2
-from whichlora.spec.architecture import Linear, Mlp, ModelSpec, Moe, Routing
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Linear, Mlp, Moe, Routing
 
 QWEN_MOE = QWEN2 | {
     "hidden_size": 2048,

@@ -24,7 +24,8 @@ from whichlora.families.towers import (
     smolvlm,
 )
 from whichlora.families.towers.base import Multimodal
-from whichlora.spec.architecture import UNTIL_TODAY, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import UNTIL_TODAY
 
 TEXT_TOWER = "text tower"  # how these notes begin
 NOTE = "text tower; the {} adds {:,} parameters, and no {} passes it: no activations, no work"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from whichlora.families.blocks import causal_lm, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec, Norm
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Layer, Linear, Norm
 
 POSITION_OFFSET = 2  # OPTLearnedPositionalEmbedding keeps two rows for padding
 

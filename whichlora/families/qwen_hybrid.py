@@ -8,7 +8,8 @@ from whichlora.families.blocks import causal_lm, mlp_in_every_layer, norms, numb
 from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.moe import qwen_feed_forward
-from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Linear, Norm
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",

@@ -9,7 +9,8 @@ from typing import Any
 
 from whichlora.families.blocks import encoder_decoder, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Attention, Embedding, Layer, Mlp, ModelSpec
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Attention, Layer, Mlp
 
 _T5: dict[str, Any] = {
     "vocab_size": 32128,

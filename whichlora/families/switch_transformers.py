@@ -8,7 +8,8 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
 from whichlora.families.seq2seq import T5_KEYS, t5_attention, t5_layer, t5_mlp, t5_model
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, Moe
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer, Linear, Moe
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "switch_transformers": {

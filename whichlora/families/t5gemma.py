@@ -10,7 +10,8 @@ from whichlora.families.blocks import encoder_decoder, mlp, norms, softmax_atten
 from whichlora.families.decoder import FULL, every_nth_full
 from whichlora.families.fields import Fields
 from whichlora.families.gemma import GEMMA2
-from whichlora.spec.architecture import Attention, Embedding, Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Attention, Layer, Linear
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "t5gemma": {"vocab_size": 256000, "tie_word_embeddings": True, "dropout_rate": 0.0}

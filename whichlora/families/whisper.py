@@ -8,7 +8,8 @@ from typing import Any
 from whichlora.families.blocks import causal_lm, norms
 from whichlora.families.fields import Fields
 from whichlora.families.towers import whisper
-from whichlora.spec.architecture import Embedding, Linear, ModelSpec
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Linear
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "whisper": {

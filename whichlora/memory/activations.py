@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from whichlora.spec.architecture import Attention, Layer, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Attention, Layer
 from whichlora.spec.numeric import Count
 from whichlora.symbolic.autograd import INDEX_BYTES
 from whichlora.symbolic.block_attention import bias_bytes, bias_elements, mask_elements

@@ -7,8 +7,9 @@ from functools import lru_cache
 from whichlora.memory.entries import Tensor, per_token
 from whichlora.memory.layer_bytes import listed_tensors
 from whichlora.methods.base import NO_ADAPTERS, Method
-from whichlora.spec.architecture import ModelSpec, Norm
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Norm
 from whichlora.spec.numeric import Count
 from whichlora.symbolic.autograd import SavedTensor, Tape
 from whichlora.symbolic.gemma4 import LayerInputPoints

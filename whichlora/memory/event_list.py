@@ -14,8 +14,9 @@ from functools import lru_cache
 from whichlora.memory.allocator_simulator import SMALL_BYTES, Allocator, Requests, rounded
 from whichlora.memory.exllama import scratch_bytes
 from whichlora.memory.weights import linear_bytes, quantised_matrices, quantised_parts, weight_bytes
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
+from whichlora.spec.architecture import ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import TapeEvent
 from whichlora.symbolic.layer import BlockEvents

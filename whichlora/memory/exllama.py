@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from whichlora.memory.entries import Entry, Fact
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, exllama_kernels, is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 
 _ALIGNED = 128  # bytes that each part of the second kernels' scratch has more

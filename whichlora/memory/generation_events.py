@@ -29,7 +29,8 @@ from whichlora.memory.tower_events import (
     projector_block,
 )
 from whichlora.memory.towers import TowerForward
-from whichlora.spec.architecture import Layer, layers_in_order
+from whichlora.spec.architecture import layers_in_order
+from whichlora.spec.layer import Layer
 from whichlora.spec.numeric import ceil_div, smallest
 from whichlora.symbolic.language_head import logits_events, stack_end_events
 from whichlora.symbolic.layer import BlockEvents, forward_events, stream_bytes

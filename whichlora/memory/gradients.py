@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.weights import masked_head_params
 from whichlora.methods.base import FrozenTensor, Method
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, Norm
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, runs_adapter
+from whichlora.spec.layer import Layer, Linear, Norm
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears, linears_around, tower_linears

@@ -16,8 +16,8 @@ from whichlora.memory.layer_bytes import listed_tensors
 from whichlora.memory.moments import LAYER_FORWARD
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward, tower_dtypes
-from whichlora.spec.architecture import Tower
 from whichlora.spec.numeric import Count, largest
+from whichlora.spec.tower import Tower
 from whichlora.symbolic.autograd import LAYER_INPUT
 from whichlora.symbolic.layer import LayerPoints
 from whichlora.symbolic.linear_form import evaluate, most

@@ -9,8 +9,9 @@ from __future__ import annotations
 from whichlora.memory.allocator_simulator import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
 from whichlora.memory.allocator_simulator import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
 from whichlora.memory.entries import Fact
-from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Attention, Layer, Linear
 from whichlora.spec.numeric import Count, ceil_div, floor_div, largest, round_up, smallest
 from whichlora.spec.run import BNB_QUANTS, CacheFormat
 from whichlora.symbolic.kernels import FUSED, attention_kernel, repeats_keys

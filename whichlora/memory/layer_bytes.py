@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from whichlora.memory.entries import Tensor
 from whichlora.methods.base import NO_ADAPTERS, Method
-from whichlora.spec.architecture import Layer, ModelSpec, SparseKeys
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, runs_adapter
+from whichlora.spec.layer import Layer, SparseKeys
 from whichlora.spec.numeric import Count, is_plain, largest, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted

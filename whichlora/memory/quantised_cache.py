@@ -12,8 +12,9 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.kv_cache import cache_bytes, stored_bytes
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import CacheFormat
 from whichlora.symbolic.cache import quantising_points

@@ -33,9 +33,10 @@ from whichlora.memory.layer_passes import (
 )
 from whichlora.memory.worst_layer import after, has_one_order, leaves_behind_keys, worst_backward
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
+from whichlora.spec.architecture import ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, floor_div, largest
 from whichlora.spec.run import RunConfig

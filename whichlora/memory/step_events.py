@@ -34,14 +34,8 @@ from whichlora.memory.tower_events import (
     TowerPlayer,
     trained_matrices,
 )
-from whichlora.spec.architecture import (
-    Embedding,
-    Layer,
-    Linear,
-    ModelSpec,
-    layers_in_order,
-    parts_of,
-)
+from whichlora.spec.architecture import Embedding, ModelSpec, layers_in_order, parts_of
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.targets import adapted
 from whichlora.symbolic.language_head import head_events, stack_end_events
 from whichlora.symbolic.layer import layer_events, stream_bytes

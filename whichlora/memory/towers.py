@@ -9,10 +9,10 @@ from whichlora.memory.activations import kept_masks
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import SAMPLING_RATE, ImageGrid, Tower
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import RunConfig
+from whichlora.spec.tower import SAMPLING_RATE, ImageGrid, Tower
 from whichlora.symbolic.layer import stream_bytes
 from whichlora.symbolic.linear_form import most
 from whichlora.symbolic.projectors import projector_working_points, result_bytes

@@ -7,9 +7,10 @@ from functools import lru_cache
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.mxfp4 import packed_parts
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised
 from whichlora.spec.float_blocks import FLOAT_BLOCKS
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.run import CHECKPOINT_QUANTS, FOUR_BIT_BNB
 

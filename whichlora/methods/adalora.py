@@ -19,8 +19,8 @@ from whichlora.methods.base import (
 )
 from whichlora.methods.lora import leaves_cast
 from whichlora.methods.operators import base_result, dropped, parameter, product, uncached, widened
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig

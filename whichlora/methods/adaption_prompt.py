@@ -21,8 +21,9 @@ from whichlora.methods.base import (
     read_options,
 )
 from whichlora.methods.operators import counted
-from whichlora.spec.architecture import Attention, LayerGroup, Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Attention, LayerGroup, Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import Attention, Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Attention, Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import ALL_LINEAR, MethodOptimizer, Quant, RunConfig, Serve

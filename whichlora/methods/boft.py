@@ -18,8 +18,8 @@ from whichlora.methods.base import (
 )
 from whichlora.methods.operators import counted, parameter, product
 from whichlora.methods.peft_fields import PeftFields
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig

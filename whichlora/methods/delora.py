@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from whichlora.methods.base import LORA_SETTINGS, PEFT_COMPARISON, FrozenTensor, Method
 from whichlora.methods.operators import dropped, parameter, product, side_kernel
 from whichlora.methods.peft_fields import PeftFields
-from whichlora.spec.architecture import Linear
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 
 if TYPE_CHECKING:

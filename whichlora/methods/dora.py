@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from whichlora.methods import lora
 from whichlora.methods.base import AdapterWork
 from whichlora.methods.operators import dense_weight, side_kernel
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 

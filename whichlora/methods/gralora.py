@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from whichlora.methods.base import LORA_SETTINGS, Method, no_shapes
 from whichlora.methods.operators import dropped, parameter, product, uncached, widened
 from whichlora.methods.peft_fields import PeftFields
-from whichlora.spec.architecture import Linear
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig

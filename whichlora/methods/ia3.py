@@ -20,8 +20,8 @@ from whichlora.methods.base import (
     read_options,
 )
 from whichlora.methods.operators import counted
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import lora
 from whichlora.methods.operators import decomposed_bytes
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import RunConfig
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method
 from whichlora.methods.operators import counted, parameter, product
 from whichlora.methods.peft_fields import PeftFields
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import FOUR_BIT_BNB
 

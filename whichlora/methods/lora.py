@@ -19,8 +19,8 @@ from whichlora.methods.lora_starts import (
     start_settings,
 )
 from whichlora.methods.operators import counted
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
 

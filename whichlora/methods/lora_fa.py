@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from whichlora.methods import lora
 from whichlora.methods.base import AdapterWork, FrozenTensor
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 
 if TYPE_CHECKING:

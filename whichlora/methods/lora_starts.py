@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 

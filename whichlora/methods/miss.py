@@ -26,8 +26,8 @@ from whichlora.methods.operators import (
     product,
     widened,
 )
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from whichlora.methods.base import AdapterWork
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import FOUR_BIT_BNB
 

@@ -13,7 +13,8 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.methods import prompt_tuning
 from whichlora.methods.base import OuterTensor
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 

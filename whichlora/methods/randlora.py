@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
 from whichlora.methods.operators import base_result, counted, dropped, parameter, product, widened
 from whichlora.methods.peft_fields import PeftFields
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig

@@ -19,8 +19,8 @@ from whichlora.methods.base import (
     stated_options,
 )
 from whichlora.methods.operators import counted, dropped, parameter, product
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig

@@ -14,8 +14,8 @@ from whichlora.errors import ConfigError
 from whichlora.methods import lora
 from whichlora.methods.base import AdapterWork, FrozenTensor
 from whichlora.methods.operators import side_kernel
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig

@@ -25,8 +25,8 @@ from whichlora.methods.operators import (
     widened,
 )
 from whichlora.methods.peft_fields import PeftFields
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 

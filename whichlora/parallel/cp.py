@@ -12,7 +12,8 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, RankKind, Spread, Strategy
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import Count, is_plain
 from whichlora.spec.options import Option
 

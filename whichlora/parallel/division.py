@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.spec.architecture import (
-    Attention,
-    Embedding,
-    Layer,
-    LayerGroup,
-    Linear,
-    Mlp,
-    ModelSpec,
-    Norm,
-)
+from whichlora.spec.architecture import Embedding, ModelSpec
+from whichlora.spec.layer import Attention, Layer, LayerGroup, Linear, Mlp, Norm
 from whichlora.spec.numeric import ceil_div
 
 # Leaves that plans name "colwise" (a part of what they return) and "rowwise" (of what they read).

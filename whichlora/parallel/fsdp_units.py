@@ -26,8 +26,8 @@ from whichlora.memory.weights import (
     quantised_state_bytes,
 )
 from whichlora.parallel.base import Spread
-from whichlora.spec.architecture import Layer, LayerGroup, Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
+from whichlora.spec.layer import Layer, LayerGroup, Linear
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears

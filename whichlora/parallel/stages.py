@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.memory.step import TrainingStep
-from whichlora.spec.architecture import LayerGroup, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import LayerGroup
 
 _LOSS_HEADS = ("hf", "liger")
 

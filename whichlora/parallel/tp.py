@@ -17,7 +17,7 @@ from whichlora.memory.step import TrainingStep
 from whichlora.methods import lora
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.division import COLUMNS, PLANNED, ROWS, WITHOUT_PLAN, divided_model
-from whichlora.spec.architecture import Linear
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.options import Option
 from whichlora.spec.run import USUAL_HEAD

@@ -44,8 +44,8 @@ from whichlora.parallel.base import (
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import OMP_NUM_THREADS
-from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.numeric import Count, ceil_div, largest, smallest
 from whichlora.spec.options import Option
 from whichlora.spec.run import (

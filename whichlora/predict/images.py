@@ -18,8 +18,10 @@ from whichlora.predict.refusals.media import (
     check_transcript,
 )
 from whichlora.serving import get_engine
-from whichlora.spec.architecture import Attention, ModelSpec, Tower
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention
 from whichlora.spec.run import RunConfig
+from whichlora.spec.tower import Tower
 from whichlora.trainers import Trainer
 
 

@@ -16,8 +16,8 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
 from whichlora.predict.quantities import num_trained, pool_bytes, training_step
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.layer import Linear
 from whichlora.spec.results import MemoryPrediction
 
 _KEPT_PARTS = ("weights", "adapters", "optimizer_states")  # between steps, in dtypes at rest

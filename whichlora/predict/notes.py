@@ -11,9 +11,9 @@ from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.predict.changes import holds_inputs
 from whichlora.predict.defaults import is_dated
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.spec.architecture import Attention
 from whichlora.spec.checkpoint import gguf_type, is_gguf, stored_quant
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import Real
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig

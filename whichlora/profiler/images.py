@@ -11,8 +11,8 @@ from whichlora.errors import MeasurementError
 from whichlora.families import build, writes_transcripts
 from whichlora.memory.towers import grid_of
 from whichlora.methods import input_dtype
-from whichlora.spec.architecture import ImageGrid, Tower
 from whichlora.spec.run import RunConfig
+from whichlora.spec.tower import ImageGrid, Tower
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -15,9 +15,10 @@ from whichlora.serving.expert_ranks import ExpertRanks
 from whichlora.serving.indexers import INDEXER_KERNELS
 from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
 from whichlora.serving.log import EngineLog
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count, Real, floor_div, largest, last_between, where
 from whichlora.spec.options import Option, OptionValue, filled, known
 from whichlora.spec.run import MOST_COUNT, RunConfig

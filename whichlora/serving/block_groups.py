@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from whichlora.serving.indexers import attended_elements, index_key_bytes
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import Count, ceil_div, smallest
 
 STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -10,7 +10,8 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.serving.base import Served
 from whichlora.serving.indexers import index_key_bytes
-from whichlora.spec.architecture import Layer, LayerGroup, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer, LayerGroup
 
 # Model types whose draft layer is one more layer, joined to the model by a matrix.
 # Source: vLLM 0.33.0 config/speculative.py:733, :756 and models/deepseek_mtp.py:73.

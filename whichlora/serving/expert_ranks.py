@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import ModelSpec, Moe
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Moe
 from whichlora.spec.numeric import ceil_div
 
 

@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from whichlora.serving.ggml_buffer import HOST, Graph
-from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec, Moe, layers_in_order
+from whichlora.spec.architecture import ModelSpec, layers_in_order
+from whichlora.spec.layer import Attention, Layer, Mlp, Moe
 
 if TYPE_CHECKING:
     from whichlora.serving.gguf_architectures.base import Architecture

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, Moe, Norm, layers_in_order
+from whichlora.spec.architecture import ModelSpec, layers_in_order
+from whichlora.spec.layer import Layer, Linear, Moe, Norm
 from whichlora.spec.numeric import ceil_div
 
 if TYPE_CHECKING:

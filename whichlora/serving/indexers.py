@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import ceil_div
 
 SCALED_ELEMENTS = 128  # of an index key, that share one scale in fp32

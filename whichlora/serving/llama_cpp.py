@@ -65,8 +65,9 @@ from whichlora.serving.llama_cpp_rates import (
 from whichlora.serving.llama_cpp_split import Placement
 from whichlora.serving.other_flags import DRAFT, IMAGES, NO_NUMBER, OF_A_SERVER
 from whichlora.serving.rank import check_model, positions_note
-from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
+from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.checkpoint import gguf_type, is_gguf
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import MOST_COUNT

@@ -7,7 +7,8 @@ last tokens of `max_num_seqs` sequences; the larger of both is kept free.
 from __future__ import annotations
 
 from whichlora.memory.entries import Entry, Fact
-from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Layer, Mlp
 
 # Bytes per logit while the sampler runs. 16-bit logits and their fp32 copy (since vLLM 0.5.5), then
 # - a sort by torch: sorted values and 8-byte indices, and what `segmented_sort_pairs` allocates:

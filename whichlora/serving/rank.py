@@ -14,8 +14,9 @@ from whichlora.serving.base import Served
 from whichlora.serving.expert_ranks import ExpertRanks
 from whichlora.serving.indexers import attended_elements, with_wide_indexers
 from whichlora.serving.quant_cards import offered_quants
-from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Attention, Layer, Linear, Mlp
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.spec.words import alternatives

@@ -8,8 +8,9 @@ from functools import lru_cache
 from whichlora.memory.allocator_simulator import Allocator, ExpandableAllocator
 from whichlora.memory.entries import Fact
 from whichlora.memory.weights import quantised_parts
-from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Layer, Linear
 
 # Matrices that engines load into one tensor; experts of a layer are one tensor each way.
 _JOINT = (

@@ -33,10 +33,11 @@ from whichlora.serving.kernel_rates import (
     kernel_rates,
 )
 from whichlora.serving.rank import has_latents, latent_width, rank_model
-from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Moe
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.float_blocks import FLOAT_BLOCKS
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.layer import Attention, Layer, Linear, Moe
 from whichlora.spec.targets import adapted
 from whichlora.timing.model import product_rate, tiled_multiprocessors
 from whichlora.timing.products import idle_flops

@@ -9,7 +9,7 @@ from whichlora.serving.quant_cards import check_named_cache
 from whichlora.serving.rank import has_latents
 from whichlora.serving.vllm_settings import FP8_CACHES, capability
 from whichlora.serving.vllm_sparse import cache_dtype, reads_named_cache
-from whichlora.spec.architecture import Attention
+from whichlora.spec.layer import Attention
 
 SECOND_ENGINE_ALONE = "0.11"  # before, kernels of the first one widen 8 bits on every card
 FP8_CAPABILITY = 8.9  # of Triton's kernels, whose type fp8e4nv older cards lack

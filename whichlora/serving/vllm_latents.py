@@ -9,8 +9,9 @@ from whichlora.serving.base import Served
 from whichlora.serving.indexers import attended_elements, with_attended_elements
 from whichlora.serving.rank import between_latents, has_latents
 from whichlora.serving.vllm_sparse import PACKED, PACKED_BYTES, cache_dtype
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.layer import Attention
 
 # Model types whose latents it caches. Source: vLLM 0.33.0 transformers_utils/
 # model_arch_config_convertor.py:294 is_deepseek_mla.

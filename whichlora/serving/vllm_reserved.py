@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from whichlora.memory.allocator_simulator import Allocator
 from whichlora.memory.entries import Fact
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention
 
 UNUSED_PASS = Fact(
     part="activations",

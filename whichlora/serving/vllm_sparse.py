@@ -7,8 +7,9 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.serving.base import Served
 from whichlora.serving.indexers import attended_elements, capability
 from whichlora.serving.vllm_entries import WORKSPACE
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import is_compressed, names_fp8_cache, stored_quant
+from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import ceil_div
 from whichlora.units import MiB
 

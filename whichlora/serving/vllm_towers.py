@@ -15,10 +15,11 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.towers import TowerForward, tower_dtypes
 from whichlora.serving.base import Served
 from whichlora.serving.vllm_settings import max_num_batched_tokens, max_num_seqs
-from whichlora.spec.architecture import SAMPLING_RATE, ImageGrid, ModelSpec, Tower
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
+from whichlora.spec.tower import SAMPLING_RATE, ImageGrid, Tower
 from whichlora.spec.versions import Libraries
 
 TEXT_OPTION, LIMITS, UNPROFILED = "language_model_only", "limit_mm_per_prompt", "skip_mm_profiling"

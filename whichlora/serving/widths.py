@@ -9,8 +9,8 @@ from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.rank import heads_fault
-from whichlora.spec.architecture import Mlp
 from whichlora.spec.checkpoint import scaled_together
+from whichlora.spec.layer import Mlp
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import CHECKPOINT_QUANTS
 from whichlora.spec.words import alternatives

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.float_blocks import (
     FLOAT_BLOCKS,
     cache_named,
@@ -17,6 +17,7 @@ from whichlora.spec.float_blocks import (
     named_by_group,
     named_by_modelopt,
 )
+from whichlora.spec.layer import Attention, Layer, Linear, Mlp
 from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, Quant
 
 LOADED_AS_STORED: frozenset[str] = BNB_QUANTS | CHECKPOINT_QUANTS

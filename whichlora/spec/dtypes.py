@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whichlora.spec.architecture import Linear
 from whichlora.spec.backends import Backend, backend_of
 from whichlora.spec.kernels import NO_KERNELS, FusedKernels
+from whichlora.spec.layer import Linear
 from whichlora.spec.run import (
     AUTOCAST_PRECISIONS,
     BNB_QUANTS,

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import cache
 
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
+from whichlora.spec.architecture import ModelSpec, layers_in_order, parts_of
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.module_paths import LINEAR_PATHS
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, DEFAULT_TARGETS
 

@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from whichlora.spec.architecture import Layer, LayerGroup, Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import stored_config
+from whichlora.spec.layer import Layer, LayerGroup, Linear
 
 # Of a copy whose name alone is known, in place of the list of modules in 16 bit.
 UNKNOWN_MODULES = "unknown"

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whichlora.methods.base import NO_ADAPTERS, Method
-from whichlora.spec.architecture import AltUp, Layer, LowRankResidual, ModelSpec, Norm, Streams
+from whichlora.spec.architecture import ModelSpec, Streams
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import AltUp, Layer, LowRankResidual, Norm
 from whichlora.symbolic.attention import attend
 from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
 from whichlora.symbolic.gemma4 import gated_layer_input

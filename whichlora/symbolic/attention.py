@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from whichlora.spec.architecture import Attention, EagerScores, Projection
+from whichlora.spec.layer import Attention, EagerScores, Projection
 from whichlora.symbolic.autograd import Tensor
 from whichlora.symbolic.block_attention import attend_in_blocks
 from whichlora.symbolic.cache import store

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.spec.architecture import Attention
+from whichlora.spec.layer import Attention
 from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import (
     LinearForm,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whichlora.spec.architecture import Linear, Mlp, Moe
+from whichlora.spec.layer import Linear, Mlp, Moe
 from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import constant, per_token
 from whichlora.symbolic.mlp import activate

@@ -6,8 +6,8 @@ the classes; peft 0.21.2 `ParamWrapper` for adapters of bare parameters.
 
 from __future__ import annotations
 
-from whichlora.spec.architecture import Linear, Moe, Norm
 from whichlora.spec.dtypes import BNB_BLOCK, is_quantised
+from whichlora.spec.layer import Linear, Moe, Norm
 from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
 from whichlora.symbolic.expert_loop import run_each_expert
 from whichlora.symbolic.grouped_experts import run_grouped

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import Attention, Layer, LayerInput, Linear, ModelSpec, Norm
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Attention, Layer, LayerInput, Linear, Norm
 from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
 from whichlora.symbolic.experts import route, run_experts
 from whichlora.symbolic.linear_form import LinearForm, constant, maximal, per_token

@@ -9,8 +9,8 @@ Source: unsloth_zoo 2026.10.9 `temporary_patches/moe_utils.py`, `forward_native_
 
 from __future__ import annotations
 
-from whichlora.spec.architecture import Linear, Moe
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.layer import Linear, Moe
 from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import NOTHING, LinearForm, constant, per_token, scaled
 from whichlora.symbolic.operators import OpEmitter

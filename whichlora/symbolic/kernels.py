@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from whichlora.spec.architecture import Attention, Linear
 from whichlora.spec.backends import SdpaCall, SdpaKernel
 from whichlora.spec.backends.base import Groups
 from whichlora.spec.backends.cuda import MAX_FLASH_HEAD_DIM
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Attention, Linear
 from whichlora.spec.numeric import Count
 
 Kernel = Literal["flash", "efficient", "math", "eager"]

@@ -6,7 +6,8 @@ Source: transformers 5.23 `GenericForSequenceClassification.forward`,
 
 from __future__ import annotations
 
-from whichlora.spec.architecture import LabelHead, LabelTransform, Linear
+from whichlora.spec.architecture import LabelHead, LabelTransform
+from whichlora.spec.layer import Linear
 from whichlora.symbolic.autograd import Tensor
 from whichlora.symbolic.linear_form import constant, per_sequence, per_token
 from whichlora.symbolic.mlp import activate

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count, ceil_div, next_power_of_2, smallest
 from whichlora.symbolic.altup import merge_streams
 from whichlora.symbolic.autograd import Assigned, SavedTensor, StepTraffic, Tape, Tensor

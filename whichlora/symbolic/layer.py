@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import Layer, Norm
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Layer, Norm
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.symbolic.altup import run_altup_layer
 from whichlora.symbolic.attention import attend

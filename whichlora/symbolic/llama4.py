@@ -7,7 +7,7 @@ Source: transformers 5.23 `Llama4TextAttention.forward`, `apply_rotary_emb`,
 from __future__ import annotations
 
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import Attention, Linear, Moe
+from whichlora.spec.layer import Attention, Linear, Moe
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import constant, per_token, plus

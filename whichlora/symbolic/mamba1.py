@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.spec.architecture import Attention, Linear
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.layer import Attention, Linear
 from whichlora.symbolic.autograd import Tensor
 from whichlora.symbolic.linear_form import (
     LinearForm,

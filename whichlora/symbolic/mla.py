@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from whichlora.spec.architecture import Attention
+from whichlora.spec.layer import Attention
 from whichlora.symbolic.autograd import Tensor
 from whichlora.symbolic.linear_form import per_token, plus, scaled
 from whichlora.symbolic.operators import OpEmitter, Rows

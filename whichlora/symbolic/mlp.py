@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.spec.architecture import Mlp
+from whichlora.spec.layer import Mlp
 from whichlora.symbolic.autograd import Assigned, Tensor
 from whichlora.symbolic.fused_lora import feed_fused, runs_fused
 from whichlora.symbolic.linear_form import NOTHING, per_token

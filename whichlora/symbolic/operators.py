@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import Linear, Norm
 from whichlora.spec.dtypes import (
     BNB_BLOCK,
     Dtypes,
@@ -14,6 +13,7 @@ from whichlora.spec.dtypes import (
     fused_rows,
     is_quantised,
 )
+from whichlora.spec.layer import Linear, Norm
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import Assigned, Tape, Temporaries, Tensor
 from whichlora.symbolic.linear_form import (

@@ -11,8 +11,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import Norm, NormKind, Tower
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Norm, NormKind
+from whichlora.spec.tower import Tower
 from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
 from whichlora.symbolic.layer import BlockEvents, LayerPoints, block_events
 from whichlora.symbolic.linear_form import (

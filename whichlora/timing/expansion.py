@@ -7,7 +7,6 @@ then. A product whose kernel unpacks inside reads what is stored.
 from __future__ import annotations
 
 from whichlora.memory import weights
-from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import (
     BNB_BLOCK,
     Dtypes,
@@ -16,6 +15,7 @@ from whichlora.spec.dtypes import (
     fused_rows,
     is_quantised,
 )
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.numeric import Count, Real, ceil_div, smallest
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.timing.chip import Chip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.spec.architecture import Layer
+from whichlora.spec.layer import Layer
 from whichlora.spec.numeric import Count, ceil_div
 
 # Kernels of each token of the loop of Mamba 1, in a forward and a backward, counted per operator of

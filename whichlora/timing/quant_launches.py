@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import Dtypes, expands_by_operators, fused_rows, is_quantised
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.timing.expansion import expansion_ops, is_fused, visited_matrices

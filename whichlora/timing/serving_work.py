@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from whichlora.memory.layer_bytes import reads_last
 from whichlora.methods.base import AdapterWork
-from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.layer import Attention, Layer, LayerGroup, Linear
 from whichlora.spec.numeric import Count, Real, largest, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic.kernels import FUSED, attention_kernel, is_grouped, is_masked, repeats_keys

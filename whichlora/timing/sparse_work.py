@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.spec.architecture import Attention, Linear
+from whichlora.spec.layer import Attention, Linear
 
 
 def indexer_linears(attention: Attention) -> tuple[Linear, ...]:

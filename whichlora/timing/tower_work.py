@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whichlora.memory.images import TowerStep
 from whichlora.memory.towers import TowerForward
-from whichlora.spec.architecture import LayerGroup
+from whichlora.spec.layer import LayerGroup
 from whichlora.spec.numeric import Count, ceil_div, smallest
 from whichlora.timing.chip import UNKNOWN_CHIP, Chip
 from whichlora.timing.running import RunningModel

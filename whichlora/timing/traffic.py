@@ -7,9 +7,9 @@ from functools import partial
 
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.loss import loss_element_bytes
-from whichlora.spec.architecture import Layer
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import FusedKernels
+from whichlora.spec.layer import Layer
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.run import RunConfig

@@ -10,8 +10,9 @@ from whichlora.memory import weights
 from whichlora.memory.embeddings import ENCODER_OUT
 from whichlora.memory.optimizer import Update, update_bytes, update_flops, update_launches
 from whichlora.methods.base import AdapterWork, Method
-from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, Real, floor_div
 from whichlora.spec.run import RunConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.spec.architecture import Attention
+from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import Count
 
 

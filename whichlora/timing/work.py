@@ -15,8 +15,9 @@ from operator import add, attrgetter
 from whichlora.memory import weights
 from whichlora.memory.embeddings import ENCODER_OUT
 from whichlora.methods.base import AdapterWork
-from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised, runs_adapter
+from whichlora.spec.layer import Attention, Layer, Linear
 from whichlora.spec.numeric import Count, Real, ceil_div, floor_div, is_plain, smallest
 from whichlora.spec.targets import adapted
 from whichlora.symbolic.kernels import FUSED, Kernel, attention_kernel, is_masked

@@ -13,8 +13,8 @@ from whichlora.imports import Imported
 from whichlora.memory.towers import grid_of
 from whichlora.parallel import get_strategy
 from whichlora.predict.images import with_images
-from whichlora.spec.architecture import Tower
 from whichlora.spec.run import RunConfig
+from whichlora.spec.tower import Tower
 from whichlora.store.hub import load_model
 from whichlora.trainers import get_trainer
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Linear, Tower
+from whichlora.spec.layer import Linear
+from whichlora.spec.tower import Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

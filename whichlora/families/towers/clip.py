@@ -10,7 +10,8 @@ from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import dense, matrices, stack
 from whichlora.families.towers.siglip import siglip_groups
-from whichlora.spec.architecture import ImageGrid, Norm, Tower
+from whichlora.spec.layer import Norm
+from whichlora.spec.tower import ImageGrid, Tower
 
 
 @dataclass(frozen=True, slots=True)

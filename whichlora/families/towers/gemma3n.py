@@ -8,7 +8,7 @@ from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import matrices
-from whichlora.spec.architecture import Linear
+from whichlora.spec.layer import Linear
 
 # Of convolutions alone, so that no matrix takes an adapter. Source: timm 1.0.31
 # `mobilenetv5_300m_enc`.

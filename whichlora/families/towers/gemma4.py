@@ -11,15 +11,8 @@ from whichlora.families.fields import Fields
 from whichlora.families.gemma import SANDWICH
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, matrices, self_attention, stack
-from whichlora.spec.architecture import (
-    Attention,
-    ImageGrid,
-    Layer,
-    LayerGroup,
-    Linear,
-    Norm,
-    Tower,
-)
+from whichlora.spec.layer import Attention, Layer, LayerGroup, Linear, Norm
+from whichlora.spec.tower import ImageGrid, Tower
 
 _SOFT_TOKENS = 280  # `max_soft_tokens` of the processor
 _AXES = 2

@@ -17,7 +17,8 @@ from whichlora.families.towers.parts import (
     rotation_bytes,
     stack,
 )
-from whichlora.spec.architecture import ImageGrid, LayerGroup, Linear, Norm, Tower
+from whichlora.spec.layer import LayerGroup, Linear, Norm
+from whichlora.spec.tower import ImageGrid, Tower
 
 _MOST_LOPSIDED = 200  # ratio of the sides, beyond which `smart_resize` refuses an image
 # Of both frames that an image becomes. Source: transformers 5.23 `Glm4vImageProcessor.size`

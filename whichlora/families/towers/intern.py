@@ -9,7 +9,8 @@ from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, dense, matrices, self_attention, stack
-from whichlora.spec.architecture import ImageGrid, LayerGroup, Norm, NormKind, Tower
+from whichlora.spec.layer import LayerGroup, Norm, NormKind
+from whichlora.spec.tower import ImageGrid, Tower
 
 _MOST_SQUARES = 12  # `max_patches` of published preprocessor_config.json
 _NORMS: Mapping[str, NormKind] = {"layer_norm": "layer", "rms_norm": "rms"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import dense, matrices
-from whichlora.spec.architecture import Linear
+from whichlora.spec.layer import Linear
 
 _CHANNELS = 3
 

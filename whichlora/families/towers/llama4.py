@@ -10,7 +10,8 @@ from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, matrices, self_attention, stack
-from whichlora.spec.architecture import ImageGrid, LayerGroup, Norm, Tower
+from whichlora.spec.layer import LayerGroup, Norm
+from whichlora.spec.tower import ImageGrid, Tower
 
 _MOST_TILES = 16  # `max_patches` of the published preprocessor_config.json
 _MARKS = 3  # begin, end, and one before the image as a whole

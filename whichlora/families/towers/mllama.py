@@ -9,7 +9,8 @@ from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, matrices, self_attention, stack
-from whichlora.spec.architecture import ImageGrid, LayerGroup, Norm, Tower
+from whichlora.spec.layer import LayerGroup, Norm
+from whichlora.spec.tower import ImageGrid, Tower
 
 _RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
 _JOINED = (3, 7, 15, 23, 30)  # blocks whose results are joined with the last one's

@@ -7,15 +7,8 @@ from typing import Any
 
 from whichlora.families.blocks import mlp, softmax_attention
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import (
-    Attention,
-    Layer,
-    LayerGroup,
-    Linear,
-    ModelSpec,
-    Norm,
-    NormKind,
-)
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Layer, LayerGroup, Linear, Norm, NormKind
 
 
 def matrices(

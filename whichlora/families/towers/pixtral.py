@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, matrices, self_attention, stack
-from whichlora.spec.architecture import ImageGrid, LayerGroup, Norm, Tower
+from whichlora.spec.layer import LayerGroup, Norm
+from whichlora.spec.tower import ImageGrid, Tower
 
 
 def pixtral_grid(

@@ -17,7 +17,8 @@ from whichlora.families.towers.parts import (
     rotation_bytes,
     stack,
 )
-from whichlora.spec.architecture import ImageGrid, Layer, LayerGroup, Tower
+from whichlora.spec.layer import Layer, LayerGroup
+from whichlora.spec.tower import ImageGrid, Tower
 
 _MOST_LOPSIDED = 200  # ratio of the sides, beyond which `smart_resize` refuses an image
 # Pixels that a published checkpoint's preprocessor_config.json allows: at least, at most

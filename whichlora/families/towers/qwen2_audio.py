@@ -9,8 +9,8 @@ from whichlora.families.fields import Fields
 from whichlora.families.towers import whisper
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import matrices
-from whichlora.spec.architecture import ImageGrid, Tower
 from whichlora.spec.numeric import ceil_div
+from whichlora.spec.tower import ImageGrid, Tower
 
 _HOP = 160  # samples from one mel frame to the next
 _POOLED = 2  # positions of one vector

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, dense, matrices, self_attention, stack
-from whichlora.spec.architecture import ImageGrid, LayerGroup, Linear, Tower
+from whichlora.spec.layer import LayerGroup, Linear
+from whichlora.spec.tower import ImageGrid, Tower
 
 
 @dataclass(frozen=True, slots=True)

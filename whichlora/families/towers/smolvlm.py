@@ -10,7 +10,7 @@ from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import dense, matrices, stack
 from whichlora.families.towers.siglip import siglip_groups
-from whichlora.spec.architecture import ImageGrid, Tower
+from whichlora.spec.tower import ImageGrid, Tower
 
 _SQUARES = 4  # `size` over `max_image_size` of published preprocessor_config.json: longest edges
 _LONGEST = 4096  # pixels, `MAX_IMAGE_SIZE`

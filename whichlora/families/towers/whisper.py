@@ -8,7 +8,8 @@ from typing import Any, Literal
 from whichlora.families.blocks import mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
 from whichlora.families.towers.parts import dense, stack
-from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup, Linear, Tower
+from whichlora.spec.layer import Attention, Layer, LayerGroup, Linear
+from whichlora.spec.tower import ImageGrid, Tower
 
 Side = Literal["encoder", "decoder"]
 FRAMES = 2  # of one position: the stride of the second convolution

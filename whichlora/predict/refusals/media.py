@@ -6,9 +6,10 @@ from whichlora.errors import ConfigError
 from whichlora.memory.towers import grid_of
 from whichlora.methods import get_method
 from whichlora.serving import get_engine
-from whichlora.spec.architecture import ModelSpec, Tower
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, AUTOCAST_PRECISIONS, RunConfig
 from whichlora.spec.targets import all_linears
+from whichlora.spec.tower import Tower
 from whichlora.trainers import Trainer
 
 WIDE_PIXEL_BYTES = 4  # fp32, which towers cast themselves

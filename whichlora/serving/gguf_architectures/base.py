@@ -9,7 +9,8 @@ from typing import Any
 from whichlora.serving import ggml_graph, gguf
 from whichlora.serving.ggml_graph import Builder, Choice
 from whichlora.serving.gguf import Tensor
-from whichlora.spec.architecture import Attention, Layer, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Layer
 
 UNMEASURED = (
     "no rates of llama.cpp's kernels of recurrent layers are measured; time this file with "

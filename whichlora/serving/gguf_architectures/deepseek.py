@@ -14,7 +14,7 @@ from whichlora.serving.ggml_buffer import HOST
 from whichlora.serving.ggml_graph import FP16, FP32, INDEX, Builder, mask_of
 from whichlora.serving.gguf import Tensor, layer_tensors
 from whichlora.serving.gguf_architectures.base import Architecture
-from whichlora.spec.architecture import Attention, Layer
+from whichlora.spec.layer import Attention, Layer
 
 
 def _latent(attention: Attention) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from whichlora.serving.ggml_graph import Choice
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
 from whichlora.serving.gguf_architectures.base import Architecture
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer
 
 
 def _tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:

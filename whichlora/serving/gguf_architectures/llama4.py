@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from whichlora.serving.ggml_graph import Choice
 from whichlora.serving.gguf_architectures.base import Architecture
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention
 
 
 def _choice(model: ModelSpec) -> Choice:

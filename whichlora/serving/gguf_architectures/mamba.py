@@ -19,7 +19,8 @@ from whichlora.serving.ggml_graph import (
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
 from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, convolved
 from whichlora.serving.gguf_architectures.granite import FUSED
-from whichlora.spec.architecture import Attention, Layer, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention, Layer
 
 
 def _is_recurrent(layer: Layer) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from whichlora.serving.gguf_architectures.base import Architecture, text_config
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Attention
 
 
 def _scales(model: ModelSpec, attention: Attention) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from whichlora.serving.ggml_graph import Builder, attended, block, dense, turned_back
 from whichlora.serving.gguf import Rules, Tensor, always, first_eighth, layer_tensors, sensitive
 from whichlora.serving.gguf_architectures.base import Architecture
-from whichlora.spec.architecture import Layer
+from whichlora.spec.layer import Layer
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from whichlora.serving.ggml_graph import FP32, Builder, attend, fed, mixed, rotations, turned_back
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
 from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, convolved
-from whichlora.spec.architecture import Attention, Layer
+from whichlora.spec.layer import Attention, Layer
 
 
 def _tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from whichlora.serving.ggml_graph import Builder, block
 from whichlora.serving.gguf_architectures.base import Architecture
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer
 
 
 def _deep(model: ModelSpec) -> int:
