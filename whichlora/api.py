@@ -185,16 +185,16 @@ def estimate(
     Raises:
         ConfigError: an unknown name, or no combination remains.
     """
-    asked: dict[str, Any] = dict(settings)
+    run_settings: dict[str, Any] = dict(settings)
     if gpus is not None:
         numbers = _numbers(gpus)
         if numbers:
-            asked["gpus"] = numbers
+            run_settings["gpus"] = numbers
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     types = _types(gpu)
-    said = {**asked, **({} if data is None else {"data": data})}
-    grid, files = _with_files(_grid(models, asked), from_file, stated=said, types=types)
+    stated = {**run_settings, **({} if data is None else {"data": data})}
+    grid, files = _with_files(_grid(models, run_settings), from_file, stated=stated, types=types)
     return estimates.estimate_grid(
         grid,
         types,
@@ -204,7 +204,7 @@ def estimate(
         rates=load_rates(_path(prices), country),
         data=Data.asked(_data(data), _plain(samples), _plain(epochs), files),
         eval_batch_size=files.eval_batch_size,
-        stated=files.stated or asked.keys(),
+        stated=files.stated or run_settings.keys(),
         is_lower_bound=files.is_lower_bound,
         keys=files.keys,
     )
@@ -400,8 +400,8 @@ def recommend(
     with Progress(quiet=quiet) as progress:
         if plan is None:
             return _recommended(question, _path(save), _path(calibration_dir), progress)
-        if given := [*question, *(["save"] if save else [])]:
-            raise ConfigError(f"{', '.join(given)}: a plan says it all; give one or the other")
+        if keywords := [*question, *(["save"] if save else [])]:
+            raise ConfigError(f"{', '.join(keywords)}: a plan says it all; give one or the other")
         if isinstance(plan, str | os.PathLike):
             return run_plan(Path(plan), fresh=fresh, progress=progress)
         if not isinstance(plan, Mapping):
@@ -432,18 +432,18 @@ def _recommended(
         ConfigError: one that does not exist, or as `recommend`.
     """
     from whichlora.workflow.recommend import Question, save_plan
-    from whichlora.workflow.recommend import recommend as answered
+    from whichlora.workflow.recommend import recommend as recommend_for
 
     accepted = _Question.__annotations__
     if unknown := [name for name in question if name not in accepted]:
         raise ConfigError(f"{unknown[0]}: is not a keyword; accepted are {', '.join(accepted)}")
-    asked: dict[str, Any] = {name: _plain(value) for name, value in question.items()}
-    asked["models"] = tuple(_models(asked.get("models", ())))
-    if "data" in asked:
-        asked["data"] = _data(asked["data"])
-    if "seq_len" in asked:
-        asked["seq_len"] = _tokens("seq_len", asked["seq_len"])
-    recommendation = answered(Question(**asked), progress=progress, calibration_dir=folder)
+    keywords: dict[str, Any] = {name: _plain(value) for name, value in question.items()}
+    keywords["models"] = tuple(_models(keywords.get("models", ())))
+    if "data" in keywords:
+        keywords["data"] = _data(keywords["data"])
+    if "seq_len" in keywords:
+        keywords["seq_len"] = _tokens("seq_len", keywords["seq_len"])
+    recommendation = recommend_for(Question(**keywords), progress=progress, calibration_dir=folder)
     if save is not None:
         save_plan(recommendation, save)
     return recommendation.answer

@@ -134,7 +134,9 @@ def counts_are_as_careful_as_the_file(folder: Folder) -> str:
     low, high = winner["total_time_low_s"], winner["total_time_high_s"]
     of_file = winner_by_file["total_time_s"]
     expect(low <= of_file <= high, f"{of_file:.0f} s by the file, {low:.0f} to {high:.0f} s")
-    return f"batch {winner['batch_size']} (file: {winner_by_file['batch_size']}), whose time is inside"
+    return (
+        f"batch {winner['batch_size']} (file: {winner_by_file['batch_size']}), whose time is inside"
+    )
 
 
 @case("CSV, JSON, a folder of train and validation files")

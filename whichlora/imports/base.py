@@ -299,9 +299,9 @@ class Keys:
         path = str(self._values[name]) if in_shell else self.word(name)
         if not in_shell and (os.path.exists(os.path.expanduser(path)) or not _PATH.search(path)):
             return path
-        known = named_by_path(path)
-        if known:
-            self.assume(name, f"{path} is not on this host; taken as {known} by its name")
+        model_name = named_by_path(path)
+        if model_name:
+            self.assume(name, f"{path} is not on this host; taken as {model_name} by its name")
         elif find_copy(path.rstrip("/")) is not None:
             return path.rstrip("/")
         else:
@@ -309,7 +309,7 @@ class Keys:
             why = "has a variable that the file does not set" if in_shell else "is not on this host"
             example = f" (MODEL such as {near[0]})" if near else ""
             self.refuse("model", name, f"{path[:80]} {why}{example}")
-        return known
+        return model_name
 
     def names(self, name: str) -> tuple[str, ...]:
         """A list of names, or one text with commas."""
@@ -400,8 +400,8 @@ class Keys:
     def refuse_several(self, setting: str, name: str) -> None:
         """Refuse a value that a script computes, with those that its name is set to."""
         value = self._values.get(name)
-        known = [each for each in getattr(value, "values", ()) if isinstance(each, str)]
-        shown = ", ".join(repr(each[:60]) for each in known[:4])
+        values = [each for each in getattr(value, "values", ()) if isinstance(each, str)]
+        shown = ", ".join(repr(each[:60]) for each in values[:4])
         self.refuse(
             setting, name, f"{value!r} is set to {shown}" if shown else f"{value!r} {_COMPUTED}"
         )
@@ -568,8 +568,8 @@ def names_or_pattern(keys: Keys, name: str) -> tuple[str, ...]:
 
 def optimizer(keys: Keys, name: str, libraries: Libraries) -> str:
     """The optimizer that the Trainer knows as the value of `name`, or has in its release."""
-    asked = keys.word(name, usual_optimizer(libraries))
-    if asked not in OPTIMIZER_NAMES:
-        known = ", ".join(OPTIMIZER_NAMES)
-        keys.refuse("optimizer", name, f"{asked!r} is not predicted; {known} are")
-    return OPTIMIZER_NAMES.get(asked, _PLAIN.optimizer)
+    optim = keys.word(name, usual_optimizer(libraries))
+    if optim not in OPTIMIZER_NAMES:
+        predicted = ", ".join(OPTIMIZER_NAMES)
+        keys.refuse("optimizer", name, f"{optim!r} is not predicted; {predicted} are")
+    return OPTIMIZER_NAMES.get(optim, _PLAIN.optimizer)

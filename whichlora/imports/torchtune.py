@@ -97,21 +97,21 @@ def _model(keys: Keys, package: str, builder: str) -> str:
         size = size.removesuffix(suffix)
     name = _SERIES.get(package, "").format(size.replace("_", "."))
     with contextlib.suppress(ConfigError):
-        known = find_model(name) if name else None
-        if known is not None:
-            return known.name
+        spec = find_model(name) if name else None
+        if spec is not None:
+            return spec.name
     keys.refuse("model", _MODEL, f"{builder[:60]!r} is of no model that is read")
     return ""
 
 
 def _refuse_steps(keys: Keys) -> None:
     """Where the recipe is another one than supervised fine-tuning of texts."""
-    what = next((what for key, what in _OTHER_STEPS.items() if key in keys), "")
+    recipe = next((recipe for key, recipe in _OTHER_STEPS.items() if key in keys), "")
     if "rlhf" in keys.word("loss._component_"):
-        what = what or "learning preferences"
-    if what:
-        known = "fine-tuning on answers is read; --trainer dpo and grpo are TRL's"
-        keys.refuse("trainer", _MODEL, f"torchtune's {what} is not predicted; {known}")
+        recipe = recipe or "learning preferences"
+    if recipe:
+        instead = "fine-tuning on answers is read; --trainer dpo and grpo are TRL's"
+        keys.refuse("trainer", _MODEL, f"torchtune's {recipe} is not predicted; {instead}")
 
 
 def _adapter(keys: Keys, builder: str) -> dict[str, Any]:
@@ -150,12 +150,12 @@ def _loss(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     if loss not in _LOSSES:
         return {"loss_head": "hf"}
     if not keys.flag("compile"):
-        beside = ""
+        size = ""
         with contextlib.suppress(ConfigError):
-            words = load_model(str(settings["model"])).vocab_size
+            vocab_size = load_model(str(settings["model"])).vocab_size
             tokens = settings["batch_size"] * settings.get("seq_len", _PLAIN_LENGTH)
-            beside = f", {format_bytes(4 * words * tokens)} of {tokens} tokens"
-        text = f"its parts keep log-probabilities in fp32{beside}; assumed: none, as with compile"
+            size = f", {format_bytes(4 * vocab_size * tokens)} of {tokens} tokens"
+        text = f"its parts keep log-probabilities in fp32{size}; assumed: none, as with compile"
         keys.assume("loss._component_", text)
         keys.is_lower_bound = True
     return {"loss_head": "liger"}

@@ -61,8 +61,8 @@ WITHOUT_EFFECT = (
 def eval_rows(keys: Keys) -> int:
     """Rows that an evaluation reads at once; 0 without one, as `TrainingArguments` have it."""
     readable = [name for name in EVALUATES if not keys.is_unread(name)]
-    asked = [str(keys.raw(name) or "no").lower() for name in readable]
-    is_off = all(when in ("no", "intervalstrategy.no") for when in asked)
+    strategies = [str(keys.raw(name) or "no").lower() for name in readable]
+    is_off = all(when in ("no", "intervalstrategy.no") for when in strategies)
     if is_off or keys.is_unread("per_device_eval_batch_size"):
         return 0
     return keys.count("per_device_eval_batch_size", BATCH_SIZE)
@@ -170,19 +170,19 @@ def missing_dtype(
         usual: dtype of a checkpoint that is not known.
         is_quantised: the run asks for it; a checkpoint that is stored so says it itself.
     """
-    known = None
+    spec = None
     with contextlib.suppress(ConfigError):
-        known = load_model(model)
+        spec = load_model(model)
     width = loader.loaded_dtype(
         libraries,
-        usual if known is None else known.dtype,
-        is_quantised=is_quantised or (known is not None and "quantization_config" in known.config),
+        usual if spec is None else spec.dtype,
+        is_quantised=is_quantised or (spec is not None and "quantization_config" in spec.config),
     )
     if loader.told_dtype == "float32":
         return width, f"loaded in {width}, as its trainer does"
     if libraries.loads_wide:
         return width, f"loaded in {width}, as transformers {libraries.transformers} does"
-    if known is None:
+    if spec is None:
         return width, f"a checkpoint in {width}"
     return width, f"that of the checkpoint, {width}, as transformers 5 does"
 
@@ -209,20 +209,20 @@ def compute_dtype(keys: Keys, name: str, precision: str, *, default: str) -> dic
     if keys.is_unread(name):
         keys.assume(name, "is computed; assumed: that of the precision")
         return {}
-    asked = keys.word(name, default).removeprefix("torch.")
-    asked = default if asked == "None" else asked
-    if asked not in get_args(ComputeDtype):
+    word = keys.word(name, default).removeprefix("torch.")
+    word = default if word == "None" else word
+    if word not in get_args(ComputeDtype):
         raise keys.fault(name, "is not float32, float16 or bfloat16")
     if precision in FP32_PRECISIONS:
-        if asked != "float32":
-            text = f"is {asked} in a run of fp32, which is not predicted; assumed: float32"
+        if word != "float32":
+            text = f"is {word} in a run of fp32, which is not predicted; assumed: float32"
             keys.assume(name, text)
         return {}
-    if asked == _NARROW[precision[:4]]:
+    if word == _NARROW[precision[:4]]:
         return {}
     if name not in keys:
-        keys.assume(name, f"is missing, which is {asked}")
-    return {"compute_dtype": asked}
+        keys.assume(name, f"is missing, which is {word}")
+    return {"compute_dtype": word}
 
 
 def note_adapters(keys: Keys, *, read: bool) -> None:
@@ -251,12 +251,12 @@ def attention(keys: Keys, name: str, kernels: Mapping[str, str], *, default: str
     return known_kernel(keys, name, keys.word(name, default), kernels)
 
 
-def known_kernel(keys: Keys, name: str, asked: str, kernels: Mapping[str, str]) -> str:
+def known_kernel(keys: Keys, name: str, kernel: str, kernels: Mapping[str, str]) -> str:
     """The kernel that `name` asks for, or with a note the nearest one."""
-    if asked in kernels:
-        return kernels[asked]
-    nearest = _NEAREST.get(asked) or ("flash_attention_2" if "fl" in asked else "sdpa")
-    keys.assume(name, f"{asked[:60]!r} is not predicted; assumed: {nearest}")
+    if kernel in kernels:
+        return kernels[kernel]
+    nearest = _NEAREST.get(kernel) or ("flash_attention_2" if "fl" in kernel else "sdpa")
+    keys.assume(name, f"{kernel[:60]!r} is not predicted; assumed: {nearest}")
     return nearest
 
 

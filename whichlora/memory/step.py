@@ -460,8 +460,8 @@ class TrainingStep:
         # LED's encoder makes one for each pair of tokens, which goes before its decoder begins
         side = self.model.groups[-1].stack if self.encodes_apart else ""
         checkpointed = bool(self.run.gradient_checkpointing)
-        kept = self._mask_bytes(checkpointed=checkpointed, side=side)
-        num_bytes = self._mask_bytes(checkpointed=True, side=side) - kept
+        saved_bytes = self._mask_bytes(checkpointed=checkpointed, side=side)
+        num_bytes = self._mask_bytes(checkpointed=True, side=side) - saved_bytes
         if self.second_stack and not checkpointed and not side:  # the encoder's is done
             of_blocks = activations.block_bias_bytes(self.model, self.dtypes, **self.sized)
             num_bytes = num_bytes - of_blocks
@@ -556,12 +556,12 @@ class TrainingStep:
             if self.run.gradient_checkpointing:  # whose first checkpoint they are
                 inputs = tuple(tensor for tensor in inputs if tensor.what != LAYER_INPUT)
             return inputs
-        both = (*inputs, *self._saved_by(self.expanding))
-        rows = [tensor for tensor in both if tensor.what == LAYER_INPUT]
+        tensors = (*inputs, *self._saved_by(self.expanding))
+        rows = [tensor for tensor in tensors if tensor.what == LAYER_INPUT]
         size = self.leaf_embedding_bytes  # else nobody but these keeps them
         leaf = Tensor("looked-up embeddings", size, dims="hidden_size")
-        kept = (leaf,) if size else tuple(rows[:1])
-        return (*(tensor for tensor in both if tensor.what != LAYER_INPUT), *kept)
+        looked_up = (leaf,) if size else tuple(rows[:1])
+        return (*(tensor for tensor in tensors if tensor.what != LAYER_INPUT), *looked_up)
 
     def _around_layers(self, *, after_layers: bool, in_encoder: bool = False) -> Group:
         head = masked_head_saved(self.model, self.targets, self.dtypes, self.method, r=self.r)
@@ -788,14 +788,14 @@ class TrainingStep:
 
     def layer_backward_where(self, *, leaves_gradients: bool) -> Count:
         """`layer_backward_bytes` where layers leave their gradients, or somebody takes them."""
-        left = [
+        left_behind = [
             layer.graph_behind_held + (layer.gradients if leaves_gradients else 0)
             for layer in self.layers
         ]
         passes = self.passes
         backward = passes.backward
         if self.has_two_lengths:
-            return self._worst_in_stack(self.second_stack, left)
+            return self._worst_in_stack(self.second_stack, left_behind)
         if self.encodes_apart:  # the encoder's has a moment of its own
             backward = tuple(backward[number] for number in self.second_stack)
         return worst_backward(
@@ -803,11 +803,11 @@ class TrainingStep:
             self.layers,
             backward,
             passes.saved,
-            left,
+            left_behind,
             num_idle=self.num_idle_layers,
         )
 
-    def _worst_in_stack(self, numbers: tuple[int, ...], left: list[Count]) -> Count:
+    def _worst_in_stack(self, numbers: tuple[int, ...], left_behind: list[Count]) -> Count:
         """Worst backward of a layer in one of two stacks, of groups `numbers`.
 
         Its first layer, if there are others, has a moment of its own.
@@ -820,7 +820,7 @@ class TrainingStep:
             [self.layers[number] for number in numbers],
             [passes.backward[number] for number in numbers],
             [passes.saved[number] for number in numbers],
-            [left[number] for number in numbers],
+            [left_behind[number] for number in numbers],
             num_idle=int(part.num_hidden_layers > 1),
         )
 
@@ -829,8 +829,8 @@ class TrainingStep:
         """Worst backward of an encoder's layer, beside what all of its layers keep."""
         if not self.has_two_lengths:
             return largest(*(self.passes.backward[number] for number in self.first_stack))
-        left = [layer.gradients * (not self.gradients_wait) for layer in self.layers]
-        return self._worst_in_stack(self.first_stack, left)
+        left_behind = [layer.gradients * (not self.gradients_wait) for layer in self.layers]
+        return self._worst_in_stack(self.first_stack, left_behind)
 
     @property
     def shares_keys(self) -> bool:

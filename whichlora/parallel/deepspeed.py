@@ -329,9 +329,9 @@ def bucket_elements(step: TrainingStep, spread: Spread) -> int:
     return stated if isinstance(stated, int) else step.model.hidden_size**2
 
 
-def offloads(spread: Spread, what: str) -> bool:
+def offloads(spread: Spread, target: str) -> bool:
     offload = spread.options.get("offload") or ()
-    return isinstance(offload, tuple) and what in offload
+    return isinstance(offload, tuple) and target in offload
 
 
 # --- entries ----------------------------------------------------------------------------------
@@ -661,16 +661,16 @@ def update_moments(
         gradients: what is replaced by the flat gradient.
     """
     wide = part.width != MASTER_BYTES
-    made = sum(tensor.num_params for tensor in part.updated[:1])
-    flat = Entry(FLAT_GRADIENT, made * (part.width + MASTER_BYTES * wide))
-    copy = Entry(FLAT_GRADIENT, made * MASTER_BYTES)
+    updated = sum(tensor.num_params for tensor in part.updated[:1])
+    flat = Entry(FLAT_GRADIENT, updated * (part.width + MASTER_BYTES * wide))
+    copy = Entry(FLAT_GRADIENT, updated * MASTER_BYTES)
     # `grads_in_partition` is one tensor: the gradients of norms, which come last, keep all of it
-    kept = replace(gradients, num_bytes=gradients.num_bytes * (len(part.groups) > 1))
+    still_held = replace(gradients, num_bytes=gradients.num_bytes * (len(part.groups) > 1))
     return {
         "flat_gradient": (*resting, gradients, flat),
         "optimizer_step": (
             *resting,
-            kept,
+            still_held,
             copy,
             Entry(optimizer.TEMPORARIES, part.update_temporaries),
         ),
@@ -697,10 +697,12 @@ def on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
     gradients = part.largest_trained + part.whole * accumulates
     masters = [group.partition * MASTER_BYTES for group in part.groups]
     blocks = [*masters, *masters, *(group.partition * part.width for group in part.groups)]
-    rest = sum(map(pinned_remainder_bytes, [*blocks, part.largest_trained * part.width]))
-    kept = sum(  # `accumulated_grads_in_cpu`, one of each parameter that the partition touches
-        int(tensor.count) * pinned_remainder_bytes(tensor.num_params * part.width)
-        for tensor in part.step.tensors
+    remainders = sum(map(pinned_remainder_bytes, [*blocks, part.largest_trained * part.width]))
+    gradient_remainders = (
+        sum(  # `accumulated_grads_in_cpu`, one of each parameter that the partition touches
+            int(tensor.count) * pinned_remainder_bytes(tensor.num_params * part.width)
+            for tensor in part.step.tensors
+        )
     )
     total = sum(tensor.num_params * tensor.count for tensor in part.step.tensors)
     return (
@@ -708,7 +710,9 @@ def on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
         Entry(HOST_STATES, part.states),
         Entry(HOST_BUFFER, part.elements * part.width),
         Entry(HOST_GRADIENT, gradients * part.width),
-        Entry(PINNED_REMAINDERS, rest + accumulates * kept * part.whole // total),
+        Entry(
+            PINNED_REMAINDERS, remainders + accumulates * gradient_remainders * part.whole // total
+        ),
     )
 
 
@@ -752,8 +756,8 @@ def training_arguments(
         "reduce_bucket_size": options["zero_bucket_size"] or "auto",
         **(of_stage or {}),
     }
-    for what, key in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
-        if offloads(spread, what):
+    for target, key in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
+        if offloads(spread, target):
             zero[key] = {"device": "cpu", "pin_memory": True}
     half = autocast_precision(run.precision)
     return {
@@ -783,16 +787,16 @@ def read_accelerator(
         return None
     accepted = {option.name: option.choices for option in options}
     offloaded = []
-    for what, key, older in (
+    for target, key, older in (
         ("optimizer", "offload_optimizer", "cpu_offload"),
         ("params", "offload_param", "cpu_offload_param"),  # deprecated: `DeepSpeedZeroConfig`
     ):
         device = (zero.get(key) or {}).get("device", "cpu" if zero.get(older) else "none")
         if device == "none":
             continue
-        if device != "cpu" or what not in accepted["offload"]:
+        if device != "cpu" or target not in accepted["offload"]:
             raise ConfigError(f"deepspeed: {key} to {device} is not modelled in stage {stage}")
-        offloaded.append(what)
+        offloaded.append(target)
     read: dict[str, OptionValue] = {
         "overlap_comm": bool(zero.get("overlap_comm", stage == 3)),
         "offload": tuple(offloaded),

@@ -104,8 +104,8 @@ class Served:
 
 
 @lru_cache(maxsize=256)
-def _libraries(own: str, version: str, stated: tuple[tuple[str, str], ...]) -> Libraries:
-    defaults = {own: version} if own else {}
+def _libraries(library: str, version: str, stated: tuple[tuple[str, str], ...]) -> Libraries:
+    defaults = {library: version} if library else {}
     return Libraries.of((defaults | dict(stated)).items())
 
 
@@ -563,8 +563,8 @@ class Engine:
             raise ConfigError(f"{self.spread_by}: {fault}")
 
     def _number(self, run: RunConfig, option: str) -> int:
-        asked = dict(run.serving_options).get(option, 1)
-        return asked if isinstance(asked, int) else 1
+        value = dict(run.serving_options).get(option, 1)
+        return value if isinstance(value, int) else 1
 
     def libraries(self, run: RunConfig) -> Libraries:
         """Versions of `run`, this engine's own where it names none."""
@@ -578,15 +578,15 @@ class Engine:
 
     def ignored_notes(self, run: RunConfig) -> list[str]:
         """What is said of flags of `run` that nothing here depends on."""
-        told: dict[str, list[str]] = {}
+        names_by_note: dict[str, list[str]] = {}
         libraries = self.libraries(run)
         lacking = f"no flags of {release_of(self.name, getattr(libraries, self.library, ''))}, "
         for name, _ in run.serving_options:
             if name in self.ignored:
                 is_lacking = self.lacks_flag(name, libraries)
-                said = f"{lacking}left out of the command" if is_lacking else self.ignored[name]
-                told.setdefault(said, []).append(name)
-        return [f"{', '.join(names)}: {said}" for said, names in told.items()]
+                note = f"{lacking}left out of the command" if is_lacking else self.ignored[name]
+                names_by_note.setdefault(note, []).append(name)
+        return [f"{', '.join(names)}: {note}" for note, names in names_by_note.items()]
 
     def lacks_flag(self, name: str, libraries: Libraries) -> bool:
         """Whether the release does not know a flag of `ignored`, and would not start with it."""
@@ -622,10 +622,10 @@ class Engine:
         Raises:
             ConfigError: `run` has an option that is not this engine's, or a value is not accepted.
         """
-        asked = {name: value for name, value in run.serving_options if name not in self.ignored}
-        for name in asked:
+        stated = {name: value for name, value in run.serving_options if name not in self.ignored}
+        for name in stated:
             if fault := self.fault_of(name):
                 instead = f"; give --{self.elsewhere[name]}" if name in self.elsewhere else ""
                 raise ConfigError(f"serving_options: {name} {fault}{instead}")
-        known(self.options, asked, setting="serving_options", owner=self.name)
-        return filled(self.options, asked)
+        known(self.options, stated, setting="serving_options", owner=self.name)
+        return filled(self.options, stated)

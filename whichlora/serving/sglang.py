@@ -189,8 +189,8 @@ def _cache_bytes(served: Served) -> int:
     Source: SGLang 0.5.3 srt/model_executor/model_runner.py:1399, 0.5.23
     srt/mem_cache/kv_cache_dtype.py:51.
     """
-    asked = served.options["kv_cache_dtype"]
-    is_fp8 = asked in FP8 or (asked == "auto" and _names_fp8_cache(served))
+    dtype = served.options["kv_cache_dtype"]
+    is_fp8 = dtype in FP8 or (dtype == "auto" and _names_fp8_cache(served))
     if served.model.chooses_keys:
         is_fp8 = is_narrow(served)
     return 1 if is_fp8 else served.dtypes.compute_bytes
@@ -209,11 +209,11 @@ def expert_ranks(served: Served) -> ExpertRanks:
     Kind: exact. Source: SGLang 0.5.23 srt/models/deepseek_v2.py:3296, srt/layers/communicator.py,
     vocab_parallel_embedding.py:529.
     """
-    whole, groups = served.count(WHOLE_EXPERTS) or 1, copies(served)
+    ep_size, groups = served.count(WHOLE_EXPERTS) or 1, copies(served)
     return ExpertRanks(
         copies=groups,
-        whole=whole,
-        width=(served.count(RANKS) or 1) // whole,
+        whole=ep_size,
+        width=(served.count(RANKS) or 1) // ep_size,
         gathers_all=groups > 1,
     )
 
@@ -323,8 +323,8 @@ def stage_layers(served: Served) -> tuple[int, ...]:
     Kind: exact. Source: SGLang 0.5.23 `get_pp_indices`, srt/distributed/utils.py:110.
     """
     stages = served.count(STAGES) or 1
-    each, left = divmod(served.model.num_hidden_layers, stages)
-    return tuple(each + (place >= stages - left) for place in range(stages))
+    layers, remainder = divmod(served.model.num_hidden_layers, stages)
+    return tuple(layers + (place >= stages - remainder) for place in range(stages))
 
 
 def _held(served: Served, rank: ModelSpec) -> list[Entry]:
@@ -333,8 +333,8 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
     absorbed = between_latents(rank) * served.dtypes.compute_bytes
     entries = held_entries(served, stored, rotary_element_bytes=4)
-    rest = unused_bytes(stored, served.dtypes, expandable=served.run.expandable_segments)
-    entries.append(Entry(UNUSED_SEGMENTS, rest))
+    unused = unused_bytes(stored, served.dtypes, expandable=served.run.expandable_segments)
+    entries.append(Entry(UNUSED_SEGMENTS, unused))
     entries += [joint_entry(served)] if served.options[DRAFTS] else []
     return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
 
@@ -349,8 +349,8 @@ def _state_bytes(served: Served, rank: ModelSpec) -> int:
 
 def _kind_bytes(served: Served, kind: CachedLayers) -> int:
     """One state in one layer; 0 of a layer that has keys."""
-    asked = str(served.options["mamba_ssm_dtype"] or kind.recurrent_dtype)
-    return replace(kind, recurrent_dtype=asked).state_bytes(served.dtypes.compute_bytes, 4)
+    dtype = str(served.options["mamba_ssm_dtype"] or kind.recurrent_dtype)
+    return replace(kind, recurrent_dtype=dtype).state_bytes(served.dtypes.compute_bytes, 4)
 
 
 def _states_each(served: Served) -> int:
@@ -393,10 +393,10 @@ def _max_running_requests(served: Served, tokens: int, context: int) -> int:
     """Source: SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:3119 resolve_max_num_reqs."""
     by_context = int(tokens / context * 512)
     usual = max(min(by_context, MOST_REQUESTS), LEAST_REQUESTS)
-    asked = served.count("max_running_requests")
-    if asked is None and served.options[DRAFTS]:
-        asked = DRAFTED_REQUESTS
-    return min(usual if asked is None else max(1, asked // copies(served)), tokens // 2)
+    stated = served.count("max_running_requests")
+    if stated is None and served.options[DRAFTS]:
+        stated = DRAFTED_REQUESTS
+    return min(usual if stated is None else max(1, stated // copies(served)), tokens // 2)
 
 
 def stepping(served: Served) -> Stepping:
@@ -482,16 +482,16 @@ def _check_pages(served: Served) -> None:
 
 def _check_experts(served: Served) -> None:
     """Refuse copies and whole experts of models without, and what cannot be divided."""
-    ranks, groups, whole = served.count(RANKS) or 1, copies(served), served.count(WHOLE_EXPERTS)
+    ranks, groups, ep_size = served.count(RANKS) or 1, copies(served), served.count(WHOLE_EXPERTS)
     name = served.model.name
     if (served.count(OLDER_COPIES) or 1) > 1 and not served.options[DIVIDES_COPIES]:
         raise ConfigError(f"{OLDER_COPIES}: without {DIVIDES_COPIES} it {REPLICAS}")
-    if not served.model.has_experts and (groups > 1 or (whole or 1) > 1):
+    if not served.model.has_experts and (groups > 1 or (ep_size or 1) > 1):
         raise ConfigError(
             f"serving: {COPIES} and {WHOLE_EXPERTS} are predicted for models with experts, {name} "
             "has none; leave them out"
         )
-    for option, number in ((COPIES, groups), (WHOLE_EXPERTS, whole or 1)):
+    for option, number in ((COPIES, groups), (WHOLE_EXPERTS, ep_size or 1)):
         if ranks % number:
             raise ConfigError(
                 f"{option}: {number} is no divisor of {RANKS} {ranks}, the number of GPUs; give one"

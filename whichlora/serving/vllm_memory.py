@@ -162,7 +162,7 @@ def start(served: Served) -> Start:
     Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
     `request_memory`, v1/worker/utils.py:716.
     """
-    asked, served = served, with_draft_layers(served) if served.options[DRAFTS] else served
+    as_asked, served = served, with_draft_layers(served) if served.options[DRAFTS] else served
     starts = starts_of_stages(served)
     started = _within_one_stage(served, starts, fullest(starts, STAGES))
     if not is_of_context(served):
@@ -170,7 +170,7 @@ def start(served: Served) -> Start:
 
     @cache
     def at_context(context: int) -> Start:
-        return start(replace(asked, run=replace(asked.run, context=context)))
+        return start(replace(as_asked, run=replace(as_asked.run, context=context)))
 
     return replace(started, at_context=at_context)
 
@@ -335,27 +335,27 @@ def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
             dtypes=_stored(served),
             times_positions=times_positions(served),
         )
-        entries.append(_rest_of_segments(served, rank))
+        entries.append(_unused_segments(served, rank))
         absorbed = absorbed_bytes(served, rank)
         return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
     by_triton = multiplies_by_triton(served)
     hidden, width = _ALIGNED_BY_TRITON if by_triton else _ALIGNED_EXPERTS
     rank = with_aligned_experts(rank, hidden=hidden, width=width)
     entries = held_entries(served, rank, rotary_element_bytes=4, dtypes=_stored(served))
-    entries.append(_rest_of_segments(served, rank))
+    entries.append(_unused_segments(served, rank))
     if by_triton:
         entries.append(Entry(SWIZZLED_EXPONENTS, swizzled_bytes(served, rank)))
     return entries
 
 
-def _rest_of_segments(served: Served, rank: ModelSpec) -> Entry:
-    rest = unused_bytes(
+def _unused_segments(served: Served, rank: ModelSpec) -> Entry:
+    unused = unused_bytes(
         rank,
         _stored(served),
         in_use=not _reads_free(served),
         expandable=served.run.expandable_segments,
     )
-    return Entry(UNUSED_SEGMENTS, rest)
+    return Entry(UNUSED_SEGMENTS, unused)
 
 
 def swizzled_bytes(served: Served, rank: ModelSpec) -> int:
@@ -488,8 +488,8 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
         buffers = communicator_bytes(stages, served.gpu) + communicator_bytes(ranks, served.gpu)
         buffers -= _connected_bytes(served)
         entries += [Entry(COMMUNICATOR, buffers)] if buffers else []
-    if ranks > 1 and (kept := _kept_bytes(served, stage)):
-        entries.append(Entry(KEPT, kept))
+    if ranks > 1 and (kept_bytes := _kept_bytes(served, stage)):
+        entries.append(Entry(KEPT, kept_bytes))
     received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
     entries += [Entry(RECEIVED, received)] if received else []
     if has_states(served) and _profiles_graphs(served):
@@ -524,9 +524,9 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     unused = _unused_of_pass(served, rank, max(layer.num_bytes, _bytes_of([*sampler])))
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
-    kept = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
-    if not kept and keeps and experts:
-        kept = [Entry(WORKSPACE, experts)]
+    buffers = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
+    if not buffers and keeps and experts:
+        buffers = [Entry(WORKSPACE, experts)]
     forward = [layer]
     if rank.chooses_keys:  # experts have their part of what is kept
         forward = [
@@ -538,7 +538,7 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     held, running, always = tower_entries(served)
     larger = max(forward, [*sampler], *trial_entries(served, rank), key=_bytes_of)
     larger = max([*larger, *held], running, key=_bytes_of)
-    return [*larger, *unused, *always, *kept, workspace, *held_table(served, rank)]
+    return [*larger, *unused, *always, *buffers, workspace, *held_table(served, rank)]
 
 
 def _unused_of_pass(served: Served, rank: ModelSpec, alive_bytes: int) -> list[Entry]:
@@ -632,20 +632,22 @@ def graph_bytes(served: Served, rank: ModelSpec) -> int:
     most = served.count(CAPTURED) or min(2 * running, MOST_CAPTURED_TOKENS)
     most = min(most, max_num_batched_tokens(served))
     step = 8 if libraries.older("vllm", "0.15") else 16
-    sizes = captured_sizes(most, step_beyond=step)
+    piecewise_sizes = captured_sizes(most, step_beyond=step)
     if served.options[MODE] == "interactivity":  # each size up to 32; config/vllm.py:2573
         fine = min(most, 32)
-        sizes += fine - captured_sizes(fine)
-    whole = captured_sizes(min(most, running), step_beyond=step)
+        piecewise_sizes += fine - captured_sizes(fine)
+    full_graphs = captured_sizes(min(most, running), step_beyond=step)
     if lora_slots(served)[0] and not libraries.older("vllm", "0.15"):
-        sizes *= 2  # with adapters and without; v1/cudagraph_dispatcher.py:110 _get_lora_cases
-        whole *= 2
+        piecewise_sizes *= (
+            2  # with adapters and without; v1/cudagraph_dispatcher.py:110 _get_lora_cases
+        )
+        full_graphs *= 2
     pieces = rank.num_hidden_layers + 1
     layer = layer_entry(rank, tokens=most, element_bytes=served.dtypes.compute_bytes)
     shared: int = layer.num_bytes + has_states(served) * STATES_GRAPH_BYTES
     if libraries.older("vllm", WHOLE_GRAPHS_SINCE):
-        whole = 0
-    return shared + pieces * sizes * GRAPH_BYTES + whole * WHOLE_GRAPH_BYTES
+        full_graphs = 0
+    return shared + pieces * piecewise_sizes * GRAPH_BYTES + full_graphs * WHOLE_GRAPH_BYTES
 
 
 def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
@@ -665,9 +667,9 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     # stages; the older runner has it without a pipeline only. config/vllm.py:588
     stages = served.count(STAGES) or 1
     steps = stages + (plans_ahead(served) and (stages == 1 or has_newer_runner(served)))
-    whole = cached_layers(as_cached(served, _rank_of(served, served.model)))
+    whole_model = cached_layers(as_cached(served, _rank_of(served, served.model)))
     return blocks(
-        whole,
+        whole_model,
         block_size=block_size_of(served),
         element_bytes=cache_bytes(served),
         tokens_in_flight=steps * max_num_batched_tokens(served),
@@ -687,14 +689,14 @@ def _fault(served: Served, pool: Pool, budget: int, weights_bytes: int) -> str:
     free = total - allocator.idle_context_bytes(served.gpu) - _connected_bytes(served)
     if fault := oversized(served, weights_bytes, free):
         return fault
-    asked = f"gpu_memory_utilization {share:g} of {format_bytes(total)} is {format_bytes(budget)}"
+    request = f"gpu_memory_utilization {share:g} of {format_bytes(total)} is {format_bytes(budget)}"
     if served.count(POOL_BYTES) or served.count(POOL_BLOCKS):
-        asked = f"a pool of {format_bytes(pool.num_bytes)} and all else is {format_bytes(budget)}"
+        request = f"a pool of {format_bytes(pool.num_bytes)} and all else is {format_bytes(budget)}"
     if free < budget:
-        return f"{asked}, more than the {format_bytes(free)} that are free; give a smaller one"
+        return f"{request}, more than the {format_bytes(free)} that are free; give a smaller one"
     if pool.num_bytes < pool.block_bytes:
         return (
-            f"{asked}, and weights, profile pass and graphs take "
+            f"{request}, and weights, profile pass and graphs take "
             f"{format_bytes(budget - pool.num_bytes)} of it: nothing is left for keys and values; "
             "give a larger share, fewer max_num_seqs or max_num_batched_tokens, more GPUs, or a "
             "smaller model"

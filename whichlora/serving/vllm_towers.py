@@ -95,10 +95,10 @@ def starts_tower(run: RunConfig, model: ModelSpec) -> bool:
     Source: vLLM 0.17.0 config/multimodal.py `language_model_only`; github.com/vllm-project/vllm/
     pull/22299 (0.10.1), where every limit is 0.
     """
-    asked = dict(run.serving_options)
-    if asked.get(TEXT_OPTION) is True:
+    options = dict(run.serving_options)
+    if options.get(TEXT_OPTION) is True:
         return False
-    limits = _limits(asked.get(LIMITS))
+    limits = _limits(options.get(LIMITS))
     return any(limits.get(medium, USUAL_LIMIT) for medium in media(model))
 
 
@@ -118,13 +118,13 @@ def _limits(stated: OptionValue | None) -> dict[str, int]:
         return {}
     text = str(stated)
     try:
-        found = json.loads(text)
+        limits = json.loads(text)
     except ValueError:  # as releases before 0.10 write it: image=2,video=0
-        found = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
-    if not isinstance(found, dict):
+        limits = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    if not isinstance(limits, dict):
         return {}
     counts = {}
-    for medium, value in found.items():
+    for medium, value in limits.items():
         number = value.get("count", USUAL_LIMIT) if isinstance(value, dict) else value
         if str(number).isdigit():
             counts[str(medium)] = int(number)
@@ -222,14 +222,14 @@ def tower_entries(served: Served) -> tuple[list[Entry], list[Entry], list[Entry]
         return [], [], []
     width = max_num_batched_tokens(served) * model.hidden_size * element_bytes
     always = [Entry(TOWER_INPUTS, width)]
-    found = profiled(served)
-    if found is None:
+    largest = profiled(served)
+    if largest is None:
         return [], [], always
-    count, item = found
+    count, item = largest
     forward = _forward(served, tower, ceil_div(round(1000 * count * item.images), 1000), item)
-    made = model.hidden_size * element_bytes * (1 + tower.deep)
+    vector_bytes = model.hidden_size * element_bytes * (1 + tower.deep)
     pixels = Entry(TOWER_PIXELS, forward.num_pixels * element_bytes)
-    vectors = Entry(TOWER_VECTORS, forward.num_vectors * made)
+    vectors = Entry(TOWER_VECTORS, forward.num_vectors * vector_bytes)
     if model.model_type in TRANSFORMERS_TOWERS:
         working = int(forward.working)
     else:
@@ -280,11 +280,11 @@ def tower_notes(served: Served) -> list[str]:
     if not has_tower(model):
         return []
     way_out = text_flag(served)
-    found = profiled(served)
-    if found is None:
+    largest = profiled(served)
+    if largest is None:
         profile = "none of its largest images is profiled"
     else:
-        count, item = found
+        count, item = largest
         profile = (
             f"room is kept for {count} {item.medium}{'s' * (count > 1)} of {item.tokens:,} tokens"
         )

@@ -513,7 +513,7 @@ class Tape:
         """
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
         self._add(self._packed(elements) * size, what, size)
-        made = [result.storage]
+        new_storages = [result.storage]
         multiplies = (multiplies or reshapes) and not any(
             _has_rank(tensor.elements) for tensor in (result, *reads)
         )
@@ -521,11 +521,13 @@ class Tape:
         if inputs:
             result.needs_grad = True
             saved = self._saved(saves, result if saves_result else None)
-            kept = [self._kept(form, what) for form in keeps]
-            made, saved = made + kept, saved + kept
+            further = [self._kept(form, what) for form in keeps]
+            new_storages, saved = new_storages + further, saved + further
             num_saved = 0 if hidden else len(saves) + saves_result + len(keeps)
-            beside = self._inner(inner_backward)
-            node = _Node(len(self._steps), (result,), inputs, saved, num_saved > 0, passes, beside)
+            temporaries = self._inner(inner_backward)
+            node = _Node(
+                len(self._steps), (result,), inputs, saved, num_saved > 0, passes, temporaries
+            )
             node.hidden, node.reshapes, node.overwrites = hidden, reshapes, overwrites
             node.casts, node.sums_wide = self._packed(casts_gradients), sums_wide
             node.multiplies, node.picks, node.num_saved = multiplies, picks, num_saved
@@ -533,14 +535,14 @@ class Tape:
             self._nodes.append(node)
         step = _Step(
             [tensor.storage for tensor in reads if tensor.storage >= 0],
-            made,
+            new_storages,
             self._inner(inner),
             in_turn=in_turn,
         )
         self._steps.append(step)
-        written = sum(self._forms[storage] for storage in made)
+        written = sum(self._forms[storage] for storage in new_storages)
         self._run_kernel((() if picks else reads), written, moves=not multiplies)
-        self._touched |= dict.fromkeys(made, self._num_kernels)
+        self._touched |= dict.fromkeys(new_storages, self._num_kernels)
         return result
 
     def _saved(self, tensors: Sequence[Tensor], result: Tensor | None) -> list[int]:
@@ -589,17 +591,17 @@ class Tape:
             settings: as of `op`.
         """
         first = self.op(reads, results[0], size, **settings)
-        made = [first]
+        tensors = [first]
         for elements in results[1:]:
-            made.append(
+            tensors.append(
                 Tensor(len(self._forms), elements, size, self._edge(), needs_grad=first.needs_grad)
             )
             self._add(self._packed(elements) * size, str(settings.get("what", "")), size)
         step = self._steps[-1]
-        self._steps[-1] = replace(step, makes=[*step.makes, *(t.storage for t in made[1:])])
+        self._steps[-1] = replace(step, makes=[*step.makes, *(t.storage for t in tensors[1:])])
         if first.needs_grad:
-            self._nodes[-1].results = tuple(made)
-        return tuple(made)
+            self._nodes[-1].results = tuple(tensors)
+        return tuple(tensors)
 
     def view(self, tensor: Tensor, *, copies_gradient: bool = False) -> Tensor:
         """The same storage in another shape.
@@ -648,8 +650,10 @@ class Tape:
         if not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
-        beside = self._inner(inner)
-        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, True, beside))
+        temporaries = self._inner(inner)
+        self._nodes.append(
+            _Node(len(self._steps), (result,), (tensor,), (), False, True, temporaries)
+        )
         return result
 
     def in_place(
@@ -704,8 +708,8 @@ class Tape:
         copied = scaled(elements, tensor.size)
         hands_on = value.needs_grad and value.form == copied
         inner = (NOTHING if hands_on else copied, copied if replaces else NOTHING)
-        beside = self._inner(inner)
-        self._nodes.append(_Node(step, (result,), inputs, (), False, False, beside))
+        temporaries = self._inner(inner)
+        self._nodes.append(_Node(step, (result,), inputs, (), False, False, temporaries))
         return result
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -722,8 +726,10 @@ class Tape:
         """Views of parts of `tensor`; its gradient is assembled from theirs."""
         views = tuple(replace(tensor, elements=part, edge=self._edge()) for part in elements)
         if tensor.needs_grad:
-            beside = self._inner(inner)
-            self._nodes.append(_Node(len(self._steps), views, (tensor,), (), False, False, beside))
+            temporaries = self._inner(inner)
+            self._nodes.append(
+                _Node(len(self._steps), views, (tensor,), (), False, False, temporaries)
+            )
         return views
 
     def hold(self, *tensors: Tensor, by_graph: bool = False) -> None:
@@ -746,10 +752,10 @@ class Tape:
         Args:
             name: a variable that is assigned again: its previous tensor lives until here.
         """
-        before = self._bound.get(name)
-        if before is not None:
-            self._returned.discard(before)
-            self._steps.append(_Step([before], ()))
+        previous = self._bound.get(name)
+        if previous is not None:
+            self._returned.discard(previous)
+            self._steps.append(_Step([previous], ()))
         if tensor.storage >= 0:
             self._returned.add(tensor.storage)
             if name:
@@ -783,12 +789,14 @@ class Tape:
         return self._counts(self._steps).traffic(self._form)
 
     def _counts(self, steps: Iterable[_Step]) -> _Counts:
-        kept = {self.result, *self.saved_storages()}
+        staying = {self.result, *self.saved_storages()}
         counts = _Counts()
         for step in steps:
             passing = step.passing
             if step.moved:
-                passing += sum(self._forms[made] for made in step.makes if made not in kept)
+                passing += sum(
+                    self._forms[storage] for storage in step.makes if storage not in staying
+                )
             counts.add(step.moved, passing, step.kernels)
         return counts
 
@@ -1126,23 +1134,23 @@ class Backward:
         temporaries = [self._new(form) for _, form in node.inner.events if form is not None]
         self.events += [(temporaries[place], form) for place, form in node.inner.events]
         self.points += [self.live + peak for peak in node.inner.peaks]
-        made: list[tuple[Tensor, int]] = []
+        input_gradients: list[tuple[Tensor, int]] = []
         if node.overwrites:
             self._free_saved(node)
         for tensor in node.inputs:
             form = tensor.packed
             if node.passes and self._sizes[gradients[0]] == form:
                 self._shares[gradients[0]] += 1
-                made.append((tensor, gradients[0]))
+                input_gradients.append((tensor, gradients[0]))
             elif node.narrows and tensor.size == node.results[0].size:
-                made.append((tensor, self._part(gradients[0], form)))
+                input_gradients.append((tensor, self._part(gradients[0], form)))
             else:
                 is_summed = node.sums_wide and tensor.size == _FP32
                 gradient = wide.pop(tensor.edge) if is_summed else self._born(form)
-                made.append((tensor, gradient))
+                input_gradients.append((tensor, gradient))
                 if node.reshapes:
                     self._views.add(gradient)
-        self._count(node, [self._sizes[gradient] for gradient in gradients], made)
+        self._count(node, [self._sizes[gradient] for gradient in gradients], input_gradients)
         casts_late = node.casts if unpacks_once else 0
         self.points.append(self.live + node.inner.left_bytes - casts_late)
         for number in wide.values():
@@ -1158,17 +1166,17 @@ class Backward:
                 self.events.append((0, None))  # the frame of the checkpoint goes
         for gradient in gradients:
             self._release(gradient)
-        for tensor, gradient in made:
+        for tensor, gradient in input_gradients:
             self._deliver(tensor, gradient)
 
     def _count(
-        self, node: _Node, gradients: Sequence[int], made: Sequence[tuple[Tensor, int]]
+        self, node: _Node, gradients: Sequence[int], input_gradients: Sequence[tuple[Tensor, int]]
     ) -> None:
         """What the kernels of one node move: each reads its gradient and writes another one."""
         handed_on = node.passes or node.narrows
         written = [
             tensor.packed
-            for tensor, gradient in made
+            for tensor, gradient in input_gradients
             if not (handed_on and (gradient in self._bases or self._shares[gradient] > 1))
         ]
         if node.multiplies:
@@ -1178,9 +1186,9 @@ class Backward:
         if written and not node.picks:
             read = len(written) * sum(gradients)
             saved = sum(self._forms[storage] for storage in node.saved) + node.read_elsewhere
-        kept = sum(tensor.packed for tensor, _ in made if tensor.is_leaf)
+        leaf_bytes = sum(tensor.packed for tensor, _ in input_gradients if tensor.is_leaf)
         moved = read + saved + sum(written) + node.inner.moved
-        passing = moved - saved - kept
+        passing = moved - saved - leaf_bytes
         self.counts.add(moved, passing, len(written) + node.inner.kernels)
 
     def _free_saved(self, node: _Node) -> None:
