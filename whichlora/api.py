@@ -163,21 +163,22 @@ def estimate(
     Args:
         models: hub ids, local folders, or names as people write them ("llama 3.1 8b"); may be left
             out beside `from_file`.
-        from_file: files of another tool (Axolotl, LLaMA-Factory, TRL, a script, a notebook), which
-            `models` and `settings` count more than; notes of the predictions say what was not used.
-        gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, an amount of
-            memory ("24GB"), which has no time, or several cards of one run ("2x3090").
+        from_file: files of another tool (Axolotl, LLaMA-Factory, TRL, a script, a notebook);
+            `models` and `settings` override them. Notes of the predictions say what was not used.
+        gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, several cards of
+            one run ("2x3090"), or an amount of memory ("24GB"), for which no time is predicted.
         gpus: how many, over all nodes; types, an older meaning, are accepted with a warning.
         calibration_dir: your calibrations; None is your own folder.
         engine: "trace" asks the real code instead of the formulas (needs torch); "auto" does so
             for models that the formulas do not know.
-        data: what is learned, for `training` of the predictions: a file, a folder or a dataset of
-            the hub; or `samples`, rows of `seq_len` tokens each; over `epochs`, by default 1.
-        prices: a CSV file of your prices, with columns gpu and usd_per_hour; others come from the
-            table of this release.
-        country: whose electricity tells the CO2, by name or code.
-        settings: fields of `RunConfig`; a list makes a grid. `nodes`, `parallel` and the options
-            of its strategies say how several GPUs share a run.
+        data: the training data (a file, a folder or a dataset of the hub), for `training` of the
+            predictions; in its place `samples`, a number of rows of `seq_len` tokens.
+        epochs: how often it is passed; 1 where nobody says.
+        prices: a CSV file of your prices, with columns gpu and usd_per_hour; for other GPUs the
+            price table of this release counts.
+        country: by name or code; the CO2 is that of its electricity.
+        settings: fields of `RunConfig`; a list of values makes a grid. `nodes`, `parallel` and the
+            options of its strategies say how several GPUs share a run.
 
     Returns:
         A list; its `refused` are the combinations whose settings exclude each other.

@@ -1,4 +1,4 @@
-"""What makes a run fit that does not: the same run with little changed, predicted like any other.
+"""Changes that make a run fit which does not: each is tried, and predicted as any other run.
 
 Nothing here knows a formula: the choices are those of `predict.changes`.
 """
@@ -27,10 +27,10 @@ from whichlora.spec.run import RunConfig
 
 MOST = 3
 MOST_SPREADS, MOST_CARDS = 24, 4
-MOST_OF_A_ROW = 3
-# What a change costs, the least first: time, then precision, then what is learned. Of a row one is
-# enough; where no row helps alone, they are added up in this order.
-_ROWS = (
+MOST_OF_A_KIND = 3
+# Kinds of changes by what they cost, the least first: time, then precision, then what is learned.
+# One change of a kind is enough. Where no kind helps alone, they are combined in this order.
+_KINDS = (
     ("batch_size", "gradient_accumulation_steps"),  # the same steps, in smaller pieces
     ("use_reentrant",),
     ("attn",),
@@ -44,12 +44,12 @@ _ROWS = (
     ("seq_len",),
 )
 _NOT_ALONE = frozenset({"trl-fused"})  # a loss that belongs to another trainer
-_WORTH = 0.98  # of the memory, what a change leaves that is added to others
+_WORTH = 0.98  # of the memory: a change that leaves more of it is not combined with others
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
-    """A run with `settings` of its own on `gpu`."""
+class _Trial:
+    """The run with `settings` in place of its own, on `gpu`."""
 
     settings: dict[str, Any]
     gpu: GpuSpec
@@ -66,24 +66,26 @@ class _Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trials:
-    """Tries runs; None where device, method or trainer do not have such a one."""
+class _TrialRuns:
+    """Predicts changed runs; None where device, method or trainer refuse the change."""
 
     model: ModelSpec
     run: RunConfig
     calibration_of: Callable[[GpuSpec], Calibration]
 
-    def __call__(self, settings: dict[str, Any], gpu: GpuSpec) -> _Tried | None:
+    def __call__(self, settings: dict[str, Any], gpu: GpuSpec) -> _Trial | None:
         calibration = self.calibration_of(gpu)
         try:
             job = resolve(self.model, replace(self.run, **settings), gpu)
             judged = judged_memory(job, calibration)  # without a replay
             if judged.bounds()[0] > gpu.memory_bytes:
-                return _Tried(settings, gpu, int(judged.device_used_bytes), fits=False)
-            known = judge_counted(count_run(job), calibration)
+                return _Trial(settings, gpu, int(judged.device_used_bytes), fits=False)
+            prediction = judge_counted(count_run(job), calibration)
         except ConfigError:
             return None
-        return _Tried(settings, gpu, known.memory.device_used_bytes, known.verdict == "fits")
+        return _Trial(
+            settings, gpu, prediction.memory.device_used_bytes, prediction.verdict == "fits"
+        )
 
 
 def ways_out(
@@ -98,26 +100,26 @@ def ways_out(
     Args:
         cards: other accelerators, of which the smallest that is enough is named.
     """
-    trials = _Trials(model, prediction.run, calibration_of)
-    rows = list(_rows(prediction.run, model))
-    found: list[_Tried] = []
-    for row in rows:
-        found += _first(trials(settings, gpu) for settings in row)
-        if len(found) == MOST - 1:
+    trials = _TrialRuns(model, prediction.run, calibration_of)
+    kinds = list(_changes_by_kind(prediction.run, model))
+    fitting: list[_Trial] = []
+    for changed in kinds:
+        fitting += _first(trials(settings, gpu) for settings in changed)
+        if len(fitting) == MOST - 1:
             break
-    if not found:
-        found += _together(rows, trials, gpu, prediction.memory.device_used_bytes)
-    ways = [each.way() for each in found]
-    return (*ways, *_elsewhere(prediction, gpu, trials, cards))[:MOST]
+    if not fitting:
+        fitting += _combined(kinds, trials, gpu, prediction.memory.device_used_bytes)
+    ways = [trial.way() for trial in fitting]
+    return (*ways, *_on_other_gpus(prediction, gpu, trials, cards))[:MOST]
 
 
-def _first(tries: Iterable[_Tried | None]) -> list[_Tried]:
+def _first(tries: Iterable[_Trial | None]) -> list[_Trial]:
     """The first that fits, if there is one; those behind it are not tried."""
-    return next(([each] for each in tries if each is not None and each.fits), [])
+    return next(([trial] for trial in tries if trial is not None and trial.fits), [])
 
 
-def _rows(run: RunConfig, model: ModelSpec) -> Iterator[list[dict[str, Any]]]:
-    """Settings of each row of `_ROWS` that the run may have instead."""
+def _changes_by_kind(run: RunConfig, model: ModelSpec) -> Iterator[list[dict[str, Any]]]:
+    """For each of `_KINDS`, the settings that the run may have instead."""
     choices = (*changes.methods(run), *changes.changes(run, model))
     alone = [
         settings
@@ -127,20 +129,20 @@ def _rows(run: RunConfig, model: ModelSpec) -> Iterator[list[dict[str, Any]]]:
         and not ("method" in settings and get_method(settings["method"]).trains_base)
     ]
     yield _smaller_batches(run)
-    for names in _ROWS[1:]:
+    for names in _KINDS[1:]:
         if "parallel" in names:
             spreads = filter(_computes_at_once, _spreads(run.parallel))
             yield [{"parallel": each} for each in spreads if each != run.parallel]
         else:
-            yield [settings for settings in alone if _row_of(settings) == names][:MOST_OF_A_ROW]
+            yield [settings for settings in alone if _kind_of(settings) == names][:MOST_OF_A_KIND]
 
 
-def _row_of(settings: dict[str, Any]) -> tuple[str, ...]:
-    return next(names for names in _ROWS if not settings.keys().isdisjoint(names))
+def _kind_of(settings: dict[str, Any]) -> tuple[str, ...]:
+    return next(names for names in _KINDS if not settings.keys().isdisjoint(names))
 
 
 def _smaller_batches(run: RunConfig) -> list[dict[str, Any]]:
-    """Halves of the batch that as many micro-steps more make up for, the largest first."""
+    """Parts of the batch with as many more accumulation steps, the largest first."""
     sizes = []
     size, steps = run.batch_size, run.gradient_accumulation_steps
     while size > 1:
@@ -151,35 +153,35 @@ def _smaller_batches(run: RunConfig) -> list[dict[str, Any]]:
     return sizes
 
 
-def _together(
-    rows: Sequence[Sequence[dict[str, Any]]], trials: _Trials, gpu: GpuSpec, used_bytes: int
-) -> list[_Tried]:
-    """Changes of several rows, added up in their order until the run fits; nothing if never.
+def _combined(
+    kinds: Sequence[Sequence[dict[str, Any]]], trials: _TrialRuns, gpu: GpuSpec, used_bytes: int
+) -> list[_Trial]:
+    """Changes of several kinds, combined in their order until the run fits; nothing if never.
 
-    The second time a row may help that did not before, as a smaller batch under adapters. What
+    A kind that did not help may help the second time, as a smaller batch does under adapters. What
     turns out not to be needed is left out again, the most expensive first.
     """
     joined: dict[str, Any] = {}
-    for row in (*rows[:-2], *rows):
-        tries = [trials(joined | settings, gpu) for settings in row]
-        if found := _first(tries):
-            return [_without_spare(found[0], trials)]
-        least = min(filter(None, tries), key=lambda each: each.used_bytes, default=None)
+    for changed in (*kinds[:-2], *kinds):
+        tries = [trials(joined | settings, gpu) for settings in changed]
+        if fitting := _first(tries):
+            return [_without_unneeded(fitting[0], trials)]
+        least = min(filter(None, tries), key=lambda trial: trial.used_bytes, default=None)
         if least is not None and least.used_bytes < _WORTH * used_bytes:
             joined, used_bytes = least.settings, least.used_bytes
     return []
 
 
-def _without_spare(found: _Tried, trials: _Trials) -> _Tried:
-    for names in reversed(_ROWS):
-        fewer = {name: value for name, value in found.settings.items() if name not in names}
-        if fewer and len(fewer) < len(found.settings):
-            found = next(iter(_first([trials(fewer, found.gpu)])), found)
-    return found
+def _without_unneeded(trial: _Trial, trials: _TrialRuns) -> _Trial:
+    for names in reversed(_KINDS):
+        fewer = {name: value for name, value in trial.settings.items() if name not in names}
+        if fewer and len(fewer) < len(trial.settings):
+            trial = next(iter(_first([trials(fewer, trial.gpu)])), trial)
+    return trial
 
 
-def _elsewhere(
-    prediction: Prediction, gpu: GpuSpec, trials: _Trials, cards: Iterable[GpuSpec]
+def _on_other_gpus(
+    prediction: Prediction, gpu: GpuSpec, trials: _TrialRuns, cards: Iterable[GpuSpec]
 ) -> Iterator[WayOut]:
     """The run as it is on the smallest other card, or on more of the same."""
     run, most = prediction.run, prediction.memory.interval_bytes[1]
@@ -189,15 +191,15 @@ def _elsewhere(
         if card.kind == gpu.kind and card.memory_bytes > max(most, gpu.memory_bytes)
     ]
     if run.parallel.is_one_device:
-        found = _first(trials({}, card) for card in larger[:MOST_CARDS])
-        yield from (each.way(each.gpu.key) for each in found)
+        fitting = _first(trials({}, card) for card in larger[:MOST_CARDS])
+        yield from (trial.way(trial.gpu.key) for trial in fitting)
     for times in (2, 4):
         if gpu.is_timed and prediction.memory.device_used_bytes <= times * gpu.memory_bytes:
             gpus = times * run.parallel.gpus
             configs = _spreads(replace(run.parallel, gpus=gpus, strategy=AUTO, options=()))
-            found = _first(trials({"parallel": each}, gpu) for each in configs)
-            yield from (each.way() for each in found)
-            if found:
+            fitting = _first(trials({"parallel": config}, gpu) for config in configs)
+            yield from (trial.way() for trial in fitting)
+            if fitting:
                 return
 
 

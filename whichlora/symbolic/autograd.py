@@ -490,24 +490,25 @@ class Tape:
 
         Args:
             saves: inputs that its backward needs, where a gradient flows at all.
-            saves_result: so is the result.
-            keeps: further tensors that it makes and keeps for backward.
-            passes: the input gets the same gradient tensor, where the dtype is the same.
+            saves_result: its backward needs the result, too.
+            keeps: further tensors that it makes for its backward.
+            passes: its backward hands on the gradient tensor itself, where the dtype is the same.
             inner: temporaries of the forward beside the result.
             inner_backward: temporaries of the backward beside the gradients that it returns.
-            casts_gradients: bytes of those gradients that are cast when the backward has returned,
-                the wide ones being among `inner_backward`.
+            casts_gradients: bytes of those gradients that are cast after the backward has returned;
+                the wide ones are among `inner_backward`.
             detached: no gradient flows.
             hidden: its tensors bypass the saved-tensor hooks, so checkpointing does not free them.
-            reshapes: the gradients it returns are views, as those of a product of matrices are that
-                reads its input as rows.
+            reshapes: the gradients it returns are views, as of a matrix product that reads its
+                input as rows.
             overwrites: gradients are written over what it has saved.
-            sums_wide: gradients are sums in fp32, which are there before the temporaries of the
-                backward and which it casts at its end where theirs are narrower.
-            in_turn: a loop makes what it keeps, each gone before the next unless it is saved.
-            multiplies: it is a product of matrices or an attention, whose time is not that of the
-                bytes that it reads and writes, or expands a quantised weight, which is counted
-                apart. A product with a rank for a side is bound by its bytes.
+            sums_wide: it sums gradients in fp32 before its temporaries exist, and casts the sums at
+                its end where the inputs are narrower.
+            in_turn: a loop makes its tensors one by one; each is freed before the next, unless it
+                is saved.
+            multiplies: a matrix product, an attention or the expansion of a quantised weight, whose
+                time is counted apart and not by the bytes that it moves. A product with the rank as
+                a side is bound by its bytes.
             picks: it reads few elements of its inputs, such as those of the targets.
             what: label of the tensors that it saves.
         """
@@ -616,7 +617,7 @@ class Tape:
         return result
 
     def written_over(self, tensor: Tensor) -> Tensor:
-        """What a kernel writes over `tensor`, and over the gradient that comes back."""
+        """The result of a kernel that overwrites `tensor`, and in its backward the gradient."""
         self.hold(tensor)
         if not tensor.needs_grad:
             return tensor
@@ -625,9 +626,10 @@ class Tape:
         return result
 
     def behind(self, tensor: Tensor, elements: LinearForm, size: int) -> Tensor:
-        """`tensor` behind others that are trained and made before all blocks: `torch.cat`.
+        """`torch.cat` of trained tensors that exist before all blocks, and `tensor`.
 
-        Their node runs after all blocks' backward, so that a view for it keeps the gradient.
+        Their node runs after the backward of all blocks. Until then its view keeps the gradient
+        alive.
 
         Args:
             elements, size: of the result.
@@ -646,7 +648,7 @@ class Tape:
         return result
 
     def works_before(self, tensor: Tensor, inner: Temporaries) -> Tensor:
-        """`tensor`, whose gradient comes while a backward has `inner` and has freed nothing yet."""
+        """`tensor`, whose gradient arrives while a backward still holds `inner`."""
         if not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
@@ -781,7 +783,7 @@ class Tape:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the very output of an encoder is saved, and no copy of it."""
+        """Whether the output of an encoder is itself saved, not a copy of it."""
         return self.memory is not None and self.memory.edge in self._saved_elsewhere
 
     @property
@@ -1100,7 +1102,7 @@ class Backward:
         self._hidden_again = []
 
     def drop_held_again(self) -> None:
-        """Later layers' arguments go, which end with the backward of the first layer."""
+        """Free the arguments of later layers, at the end of the first layer's backward."""
         self.events += [(storage, None) for storage in sorted(self._held_again)]
 
     def hold_results(self, last: _Node) -> None:
