@@ -440,3 +440,17 @@ def test_recommend_takes_a_length_as_people_write_it() -> None:
     assert winner.run.seq_len == 4096
     with pytest.raises(ConfigError, match="seq_len: 'long' is no number of tokens"):
         whichlora.recommend(**asked, seq_len="long")
+
+
+def test_the_largest_batch_and_length_can_be_asked_for() -> None:
+    (largest,) = whichlora.estimate(MODEL, "24GB", method="qlora", seq_len=1024, batch_size="max")
+    (one_more,) = whichlora.estimate(
+        MODEL, "24GB", method="qlora", seq_len=1024, batch_size=largest.run.batch_size + 1
+    )
+    assert (largest.verdict, one_more.verdict == "fits") == ("fits", False)
+    (longest,) = whichlora.estimate(MODEL, "24GB", method="qlora", seq_len="max")
+    assert longest.run.seq_len > 1024
+    with pytest.raises(ConfigError, match="batch_size and seq_len: only one of both can be max"):
+        whichlora.estimate(MODEL, "24GB", seq_len="max", batch_size="max")
+    with pytest.raises(ConfigError, match="batch_size: max stands alone"):
+        whichlora.estimate(MODEL, "24GB", batch_size=[1, "max"])

@@ -71,7 +71,7 @@ class _RunSettings(TypedDict, total=False):
 
     phase: Phase | Sequence[Phase]
     method: str | Sequence[str]
-    batch_size: int | Sequence[int]
+    batch_size: int | str | Sequence[int | str]
     seq_len: int | str | Sequence[int | str]
     target_len: int | str | Sequence[int | str | None] | None
     r: int | Sequence[int]
@@ -177,8 +177,9 @@ def estimate(
         prices: a CSV file of your prices, with columns gpu and usd_per_hour; for other GPUs the
             price table of this release counts.
         country: by name or code; the CO2 is that of its electricity.
-        settings: fields of `RunConfig`; a list of values makes a grid. `nodes`, `parallel` and the
-            options of its strategies say how several GPUs share a run.
+        settings: fields of `RunConfig`; a list of values makes a grid, and "max" of `batch_size`,
+            `seq_len` or `context` is the largest that fits. `nodes`, `parallel` and the options of
+            its strategies say how several GPUs share a run.
 
     Returns:
         A list; its `refused` are the combinations whose settings exclude each other.
@@ -196,11 +197,13 @@ def estimate(
     types = _types(gpu)
     stated = {**run_settings, **({} if data is None else {"data": data})}
     grid, files = _with_files(_grid(models, run_settings), from_file, stated=stated, types=types)
+    maximise = combinations.maximised(grid)
     return estimates.estimate_grid(
         grid,
         types,
         calibration_dir=_path(calibration_dir),
         engine=engine,
+        maximise=maximise,
         notes=files.notes,
         rates=load_rates(_path(prices), country),
         data=Data.asked(_data(data), _plain(samples), _plain(epochs), files),

@@ -23,11 +23,11 @@ from whichlora.cli.options import (
 )
 from whichlora.cli.settings import (
     from_option,
-    maximised,
     only_run,
     plain_settings,
     run_options,
     run_settings,
+    size_flag,
     with_from_files,
 )
 from whichlora.cli.several_gpus import SpreadCommand
@@ -114,12 +114,13 @@ def estimate(
       whichlora estimate --from axolotl.yaml --gpu l4 --check --markdown
     """
     from whichlora.workflow import estimates
+    from whichlora.workflow.combinations import maximised
     from whichlora.workflow.whole_training import Data
 
     check_form(as_json, as_markdown)
     settings = run_settings(models, options)
     settings, files = with_from_files(ctx, settings, from_files, gpu)
-    maximise = maximised(settings)
+    maximise = maximised(settings, size_flag)
     predictions = estimates.estimate_grid(
         settings,
         gpu,

@@ -17,7 +17,7 @@ from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import image_sides
-from whichlora.spec.words import unknown
+from whichlora.spec.words import MAX, unknown
 from whichlora.text import visible
 from whichlora.units import parse_tokens
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _MAX_COUNT = 10**9  # no batch, no length: a slipped key
 
-MAX = "max"
 _OLD_GPUS = "whichlora.gpus"  # where the context keeps what `--gpus` was given
 
 
@@ -200,17 +199,17 @@ def tokens_if_any(setting: str) -> Callable[..., list[int] | None]:
     return split
 
 
-def counts_or_max(setting: str, *, of_tokens: bool = False) -> Callable[..., list[int] | str]:
+def counts_or_max(setting: str, *, of_tokens: bool = False) -> Callable[..., Sequence[int | str]]:
     """A click callback: comma list of whole numbers, or "max" alone; else as `counts`."""
     listed = counts(setting, also=f", or {MAX}", of_tokens=of_tokens)
 
-    def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | str:
+    def split(ctx: click.Context, param: click.Parameter, value: str) -> Sequence[int | str]:
         words = [word.strip() for word in value.split(",")]
         if MAX in words and len(words) > 1:
             raise ConfigError(
                 f"--{setting}: max stands alone, got {value!r}; ask for max by itself"
             )
-        return MAX if words == [MAX] else listed(ctx, param, value)
+        return [MAX] if words == [MAX] else listed(ctx, param, value)
 
     return split
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from whichlora.cli.options import (
-    MAX,
     Count,
     Number,
     choices,
@@ -28,11 +27,11 @@ from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN
 from whichlora.spec import run as specs
 from whichlora.spec.run import RunConfig
+from whichlora.spec.words import MAX
 from whichlora.tasks import BUILT_IN as TASKS
 from whichlora.trainers import BUILT_IN as TRAINERS
 
 if TYPE_CHECKING:
-    from whichlora.predict.largest import Size
     from whichlora.workflow.whole_training import FromFiles
 
 
@@ -48,7 +47,6 @@ def _optimizers(ctx: click.Context, param: click.Parameter, value: str) -> list[
 
 _QUANTISED = [name for name, method in BUILT_IN.items() if method.base_quant != "none"]
 _SERVED_AS_TRAINED = [name for name, method in BUILT_IN.items() if method.serve == "as-trained"]
-_SIZES: tuple[Size, ...] = ("batch_size", "seq_len", "context")
 _SETTINGS = (
     choices("phase", "finetune", "What runs", specs.Phase),
     list_option("method", "lora", f"{', '.join(BUILT_IN)}.", words("method")),
@@ -358,33 +356,6 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
     }
 
 
-def maximised(settings: dict[str, Any]) -> Size | None:
-    """The setting that is asked as large as it fits, left at 1 in `settings`.
-
-    Raises:
-        ConfigError: more than one, or one that the phase does not read.
-    """
-    maximised_sizes: list[Size] = [name for name in _SIZES if settings[name] == MAX]
-    if not maximised_sizes:
-        return None
-    if len(maximised_sizes) > 1:
-        size, length = map(_size_flag, maximised_sizes)
-        raise ConfigError(
-            f"{size} and {length}: only one of both can be max, since more of one leaves less for "
-            f"the other; give some lengths, such as {size} max {length} 4096,16384,65536"
-        )
-    if maximised_sizes[0] == "batch_size" and settings["global_batch_size"] != [None]:
-        (size, *_) = settings["global_batch_size"]
-        raise ConfigError(
-            "--batch-size: max finds the largest without accumulation; compare some that fill "
-            f"--global-batch-size, such as --batch-size 1,2,4,8 --global-batch-size {size}"
-        )
-    if maximised_sizes[0] == "seq_len" and "inference" in settings["phase"]:
-        raise ConfigError("--seq-len: max is of fine-tuning; inference takes --prompt-len")
-    settings[maximised_sizes[0]] = [1]
-    return maximised_sizes[0]
-
-
 def plain_settings(
     models: Sequence[str], options: Mapping[str, Any], *, command: str
 ) -> dict[str, list[Any]]:
@@ -393,16 +364,18 @@ def plain_settings(
     Raises:
         ConfigError: a size is max, or a value is not accepted.
     """
+    from whichlora.workflow.combinations import SIZES
+
     settings: dict[str, Any] = run_settings(models, options)
-    for name in _SIZES:
-        if settings[name] == MAX:
+    for name in SIZES:
+        if settings[name] == [MAX]:
             raise ConfigError(
-                f"{_size_flag(name)}: {command} takes numbers; 'whichlora estimate' finds max"
+                f"{size_flag(name)}: {command} takes numbers; 'whichlora estimate' finds max"
             )
     return settings
 
 
-def _size_flag(name: Size) -> str:
+def size_flag(name: str) -> str:
     """As it was given: --concurrency sets the batch size."""
     source = click.get_current_context().get_parameter_source("concurrency")
     is_concurrency = name == "batch_size" and source is click.core.ParameterSource.COMMANDLINE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+MAX = "max"  # of a size: the largest that fits
 _NEAR = 0.87  # of 1: a letter too many among nine, and no other word of as many
 
 

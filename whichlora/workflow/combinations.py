@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method, with_defaults
+from whichlora.predict.largest import Size
 from whichlora.serving import get_engine
 from whichlora.serving.base import Engine, unequal
 from whichlora.spec.options import by_own_names
@@ -24,7 +25,7 @@ from whichlora.spec.run import (
     usual_optimizer,
 )
 from whichlora.spec.versions import Libraries
-from whichlora.spec.words import alternatives
+from whichlora.spec.words import MAX, alternatives
 from whichlora.store.gpus import number_in, one_number, types_by_number
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 from whichlora.tasks import with_task
@@ -38,6 +39,7 @@ UNSTATED: Mapping[str, Sequence[Any]] = {
     "optimizer": [USUAL],
 }
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
+SIZES: tuple[Size, ...] = ("batch_size", "seq_len", "context")
 _RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - {"parallel"}
 # Settings that a phase does not read: a grid over them would only repeat itself.
 _FINETUNE_ONLY = (
@@ -460,3 +462,39 @@ def _is_merged(inference: Mapping[str, Any]) -> bool:
     return (
         with_defaults(RunConfig(model="", phase="inference", **method_settings)).serve == "merged"
     )
+
+
+def maximised(settings: dict[str, Any], called: Callable[[str], str] = str) -> Size | None:
+    """The setting that is asked as large as it fits, left at 1 in `settings`.
+
+    Args:
+        called: how the user knows a setting.
+
+    Raises:
+        ConfigError: more than one, one among other values, or one that the phase does not read.
+    """
+    sizes: list[Size] = [name for name in SIZES if MAX in settings.get(name, ())]
+    if not sizes:
+        return None
+    if len(sizes) > 1:
+        size, length = map(called, sizes)
+        raise ConfigError(
+            f"{size} and {length}: only one of both can be max, since more of one leaves less for "
+            f"the other; give some lengths, such as {size} max {length} 4096,16384,65536"
+        )
+    (name,) = sizes
+    if len(settings[name]) > 1:
+        raise ConfigError(f"{called(name)}: max stands alone; leave the numbers out")
+    if name == "batch_size" and settings.get("global_batch_size", [None]) != [None]:
+        (size, *_) = settings["global_batch_size"]
+        whole = called("global_batch_size")
+        raise ConfigError(
+            f"{called(name)}: max finds the largest without accumulation; compare some that fill "
+            f"{whole}, such as {called(name)} 1,2,4,8 {whole} {size}"
+        )
+    if name == "seq_len" and "inference" in settings.get("phase", ()):
+        raise ConfigError(
+            f"{called(name)}: max is of fine-tuning; inference takes {called('prompt_len')}"
+        )
+    settings[name] = [1]
+    return name
