@@ -25,7 +25,7 @@ def check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
         raise ConfigError(
             f"quant: {model.name} is stored in mxfp4, beside which transformers refuses "
             f"bitsandbytes, got {quant}; use method lora, which expands it to 16 bit, or name a "
-            "16-bit copy of the model, such as one that ends in -BF16"
+            "16-bit copy of the model, such as unsloth/gpt-oss-20b-BF16"
         )
     if is_gguf(model.config) and reads_checkpoint(run):
         raise ConfigError(
