@@ -34,6 +34,7 @@ from whichlora.serving.vllm_memory import (
     expanded_bytes,
     graph_bytes,
     load_of_start,
+    pool_blocks,
     start,
 )
 from whichlora.serving.vllm_settings import max_num_batched_tokens, max_num_seqs
@@ -1090,3 +1091,16 @@ def test_layers_that_borrow_keys_have_no_blocks() -> None:
     cut = blocks(kinds, block_size=16, element_bytes=2, tokens_in_flight=2 * 2048)
     held = 5.36 * GiB / (cut.block_bytes * cut.blocks_of(32768))
     assert held == pytest.approx(7.91, rel=0.002)
+
+
+def test_windows_keep_one_step_before_0_26() -> None:
+    """Gemma 4 E2B under 0.21.0: 129.66 sequences of 8,192 tokens in 9.92 GiB, as a log states."""
+
+    def a_sequence(version: str) -> int:
+        run = replace(RUN, model="google/gemma-4-E2B-it", libraries=(("vllm", version),))
+        of = served(run)
+        cut = pool_blocks(of, of.model)
+        return cut.block_bytes * cut.blocks_of(8192)
+
+    assert 9.92 * GiB / a_sequence("0.21.0") == pytest.approx(129.66, rel=0.002)
+    assert a_sequence("0.21.0") == a_sequence("0.25.0") < a_sequence("0.26.0")

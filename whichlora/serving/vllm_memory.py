@@ -138,6 +138,7 @@ GRAPH_BYTES = 300 * KiB
 # Qwen3.6-35B-A3B (0.20.0), and of 0.78 for 51 of Qwen3.5-9B (0.19.0), of which 0.25 and 0.23 more.
 # Source: vLLM 0.20.0 v1/worker/gpu_model_runner.py:6010 `per_graph`.
 WHOLE_GRAPH_BYTES, STATES_GRAPH_BYTES = MiB, 250 * MiB
+STEPS_COUNTED_SINCE = "0.26"  # before which a sliding layer keeps the keys of one step
 WHOLE_GRAPHS_SINCE = "0.11"  # before which the default captures pieces alone
 # Since when experts share a workspace that is never freed. Source: the storage's method in
 # model_executor/layers of 0.13.0, 0.14.0, 0.20.0 and 0.25.0: whether it calls the modular kernel.
@@ -663,20 +664,30 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
 
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     """How the pool of one rank is cut."""
-    # asynchronous scheduling, the default since 0.14, has one step more in flight than there are
-    # stages; the older runner has it without a pipeline only. config/vllm.py:588
-    stages = served.count(STAGES) or 1
-    steps = stages + (plans_ahead(served) and (stages == 1 or has_newer_runner(served)))
     whole_model = cached_layers(as_cached(served, _rank_of(served, served.model)))
     return blocks(
         whole_model,
         block_size=block_size_of(served),
         element_bytes=cache_bytes(served),
-        tokens_in_flight=steps * max_num_batched_tokens(served),
+        tokens_in_flight=_steps_in_flight(served) * max_num_batched_tokens(served),
         part=cached_layers(as_cached(served, rank)),
         state_bytes=served.dtypes.compute_bytes,
         states_kept=2 if keeps_prefixes(served) else 1,
     )
+
+
+def _steps_in_flight(served: Served) -> int:
+    """How many steps a sliding layer keeps keys of: one before `STEPS_COUNTED_SINCE`.
+
+    Asynchronous scheduling has one more in flight than there are stages; the older runner has it
+    without a pipeline only.
+    Kind: exact. Source: vLLM 0.26.0 `VllmConfig.max_in_flight_tokens`, config/vllm.py:525; 0.25.0
+    `SlidingWindowSpec.max_memory_usage_bytes`, v1/kv_cache_interface.py:573.
+    """
+    if served.libraries.older("vllm", STEPS_COUNTED_SINCE):
+        return 1
+    stages = served.count(STAGES) or 1
+    return stages + (plans_ahead(served) and (stages == 1 or has_newer_runner(served)))
 
 
 def _fault(served: Served, pool: Pool, budget: int, weights_bytes: int) -> str:
