@@ -23,7 +23,7 @@ from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
 from whichlora.serving.profile_pass import ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS
-from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
+from whichlora.serving.rank import rank_model, rotary_bytes, slot_tensors
 from whichlora.serving.vllm import SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S, command, notes, stepping
 from whichlora.serving.vllm_compiled import TRIED_TABLE, held_entries, trial_entries
 from whichlora.serving.vllm_entries import HOST, STATE_KERNELS, WORKSPACE
@@ -58,6 +58,10 @@ def served(run: RunConfig = RUN, gpu: GpuSpec = A100, **options: object) -> Serv
 
 def started(run: RunConfig = RUN, gpu: GpuSpec = A100, **options: object) -> Start:
     return start(served(run, gpu, **options))
+
+
+def slot_bytes(model: ModelSpec, size: int, rank: int, *, has_tables: bool) -> int:
+    return sum(slot_tensors(model, size, rank, tables=int(has_tables)))
 
 
 def part_bytes(taken: Start, *parts: str) -> int:
@@ -282,7 +286,8 @@ def test_a_slot_of_an_8b_has_84_mb_at_rank_16_beside_embeddings_and_head() -> No
     assert slot == 83_886_080 + outside
     eager = {"enforce_eager": True}  # graphs are captured twice, with adapters and without
     with_slots = started(enable_lora=True, max_loras=4, max_lora_rank=16, **eager)
-    assert started(**eager).pool.num_bytes - with_slots.pool.num_bytes == 4 * slot
+    less = started(**eager).pool.num_bytes - with_slots.pool.num_bytes
+    assert 4 * slot <= less < 4 * slot + 20 * MiB  # in whole segments
 
 
 @pytest.mark.parametrize(("version", "sees"), [("0.6.4", True), ("0.7.2", False), ("0.8.0", True)])
@@ -291,7 +296,7 @@ def test_the_profile_of_some_releases_does_not_see_slots(version: str, sees: boo
     without, with_slots = started(run), started(run, enable_lora=True, max_loras=8)
     slots = part_bytes(with_slots, "adapters")
     less = without.pool.num_bytes - with_slots.pool.num_bytes
-    assert less == (slots if sees else 0)
+    assert slots <= less < slots + 2 * MiB if sees else less == 0
     assert with_slots.outside_bytes - without.outside_bytes == (0 if sees else slots)
 
 
@@ -318,8 +323,8 @@ def test_slots_are_those_that_its_own_layers_allocate(
     ("model", "version", "has_tables"),
     [
         ("Qwen/Qwen2.5-7B", "0.33.0", False),
-        ("Qwen/Qwen3-8B", "0.15.0", False),
-        ("Qwen/Qwen3-8B", "0.20.0", True),
+        ("Qwen/Qwen3-8B", "0.15.1", False),
+        ("Qwen/Qwen3-8B", "0.16.0", True),
         ("mistralai/Mistral-7B-v0.3", "0.6.6", True),
     ],
 )
@@ -329,6 +334,25 @@ def test_embeddings_and_head_have_slots_where_the_class_of_that_release_lists_th
     run = replace(RUN, model=model, context=4096, libraries=(("vllm", version),))
     slots = part_bytes(started(run, enable_lora=True, max_lora_rank=64), "adapters")
     assert slots == slot_bytes(load_model(model), 1, 64, has_tables=has_tables)
+
+
+@pytest.mark.parametrize(("slots", "loaded_gib"), [(1, 7.63), (16, 8.78), (64, 12.49)])
+def test_slots_take_whole_segments_and_a_shared_table_twice(slots: int, loaded_gib: float) -> None:
+    """Qwen3-4B under 0.27.1: "Model loading took" of three published logs."""
+    run = replace(RUN, model="Qwen/Qwen3-4B", libraries=(("vllm", "0.27.1"),))
+    taken = started(run, enable_lora=True, max_loras=slots)
+    assert part_bytes(taken, "weights", "adapters") / GiB == pytest.approx(loaded_gib, abs=0.012)
+
+
+def test_a_head_of_its_own_has_no_slots_of_a_table() -> None:
+    def slots_of(version: str, model: str = "Qwen/Qwen3-4B") -> int:
+        run = replace(RUN, model=model, libraries=(("vllm", version),))
+        return part_bytes(started(run, enable_lora=True), "adapters")
+
+    table = (load_model("Qwen/Qwen3-4B").vocab_size + 2560) * 16 * 2
+    assert slots_of("0.27.0") - slots_of("0.28.0") == table
+    assert slots_of("0.28.0") - slots_of("0.15.1") == 2 * table
+    assert slots_of("0.27.0", "Qwen/Qwen3-8B") == slots_of("0.28.0", "Qwen/Qwen3-8B")
 
 
 def test_graphs_are_captured_with_adapters_and_without() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
@@ -447,10 +447,10 @@ def rotary_bytes(model: ModelSpec, element_bytes: int) -> int:
     return sum(positions * width * element_bytes for width, _ in rotations)
 
 
-def slot_bytes(
-    model: ModelSpec, size: int, rank: int, *, has_tables: bool, element_bytes: int = 2
-) -> int:
-    """One adapter's slot on one of `size` tensor-parallel ranks: every matrix has one.
+def slot_tensors(
+    model: ModelSpec, size: int, rank: int, *, tables: int, element_bytes: int = 2
+) -> Iterator[int]:
+    """Bytes of A and of B of each matrix in one adapter's slot, on one of `size` ranks.
 
     A matrix that is divided by columns keeps A whole, one divided by rows B.
     Kind: exact for models without experts; the kernels' indices (48 bytes for each token of a
@@ -458,15 +458,18 @@ def slot_bytes(
     logits_processor.py:93.
 
     Args:
-        has_tables: whether embeddings and head have slots.
+        tables: how often embeddings have slots beside those of the head; 0: neither has.
     """
-    per_rank = 0
+    width = rank * element_bytes
+    outside = (model.vocab_size * width, model.hidden_size * width)
+    if any(table.rows for table in model.embeddings[:1]):
+        yield from outside * tables
     for layer, count in model.layers():
-        for linear in layer.linears:
-            columns = ceil_div(linear.out_features, size if linear.name in COLUMNS else 1)
-            rows = ceil_div(linear.in_features, size if linear.name in ROWS else 1)
-            per_rank += count * linear.count * (rows + columns)
-    looked_up = [table for table in model.embeddings[:1] if table.rows]
-    tables = len(looked_up) + (model.head is not None)
-    outside = has_tables * tables * (model.vocab_size + model.hidden_size)
-    return (per_rank + outside) * rank * element_bytes
+        for _ in range(count):
+            for linear in layer.linears:
+                rows = ceil_div(linear.in_features, size if linear.name in ROWS else 1)
+                columns = ceil_div(linear.out_features, size if linear.name in COLUMNS else 1)
+                yield linear.count * rows * width
+                yield linear.count * columns * width
+    if tables and model.head is not None:
+        yield from outside

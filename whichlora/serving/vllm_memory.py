@@ -32,7 +32,7 @@ from whichlora.serving.rank import (
     longest_context,
     oversized,
     rank_model,
-    slot_bytes,
+    slot_tensors,
     weights_of,
     with_aligned_experts,
 )
@@ -105,14 +105,18 @@ from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.units import KiB, MiB, format_bytes
 
 # Model types whose class lists embeddings and head for adapters, and since which release.
-# Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.0, 0.20.0, 0.27.1 and 0.33.0.
+# Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.1, 0.16.0, 0.27.1 and 0.33.0.
 TABLES_WITH_SLOTS = {
     **dict.fromkeys(("llama", "mistral", "ministral3", "phi3", "internlm3", "mixtral"), "0"),
     **dict.fromkeys(("granite", "granitemoe", "nemotron", "phimoe"), "0"),
     "lfm2": "0.11",
-    **dict.fromkeys(("qwen3", "qwen3_moe"), "0.20"),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), "0.16"),
     **dict.fromkeys(("cohere", "cohere2"), "0.28"),
 }
+# Model types whose head, where it is the table of embeddings itself, has a table's slots of its
+# own, and before which release. Source: `Qwen3ForCausalLM.__init__` of 0.27.0 and 0.28.0, and
+# `_create_lora_modules`, lora/model_manager.py:391, which visits the table under both names.
+TWICE_IN_SLOTS = {"qwen3": "0.28"}
 # Bytes per logit in its profile. Source: `_dummy_sampler_run` of
 # v1/worker/gpu/model_runner.py, and sample/sampler.py:157 (0.24.0), :159 (0.27.1), :218 (0.29.0);
 # 0.26.0 changes logits in place.
@@ -237,7 +241,9 @@ def _rank_of(served: Served, part: ModelSpec) -> ModelSpec:
 def start_of_stage(served: Served, stage: Stage) -> Start:
     """What one GPU of `stage` takes."""
     rank = _rank_of(served, stage.part)
-    entries = _loaded(served, rank)
+    slots = _slots(served, stage.part)
+    missed = sum(slots) if _misses_slots(served) else 0
+    entries = _loaded(served, rank, () if missed else slots)
     entries += [joint_entry(served)] if served.options[DRAFTS] else []
     entries += _resident(served, stage)
     entries += _profiled(served, rank)
@@ -245,7 +251,6 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
     reserves_graphs = _reserves_graphs(served)
     entries += [graphs] if reserves_graphs else []
     budget = math.ceil(served.gpu.memory_bytes * utilization(served))
-    missed = _missed_bytes(served, entries)
     taken = sum(entry.num_bytes for entry in entries) - missed
     if _counts_context(served):
         taken += allocator.idle_context_bytes(served.gpu)
@@ -320,7 +325,7 @@ def _untimed(served: Served) -> str:
     return UNTIMED if served.options[DRAFTS] else ""
 
 
-def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
+def _loaded(served: Served, rank: ModelSpec, slots: tuple[int, ...]) -> list[Entry]:
     """Weights and rotary tables; experts in mxfp4 are padded for their kernels.
 
     Kind: exact. Source: vLLM 0.33.0 fused_moe/oracle/mxfp4.py:402, :837; logs of 65.97 GiB of
@@ -336,23 +341,24 @@ def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
             dtypes=_stored(served),
             times_positions=times_positions(served),
         )
-        entries.append(_unused_segments(served, rank))
+        entries.append(_unused_segments(served, rank, slots))
         absorbed = absorbed_bytes(served, rank)
         return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
     by_triton = multiplies_by_triton(served)
     hidden, width = _ALIGNED_BY_TRITON if by_triton else _ALIGNED_EXPERTS
     rank = with_aligned_experts(rank, hidden=hidden, width=width)
     entries = held_entries(served, rank, rotary_element_bytes=4, dtypes=_stored(served))
-    entries.append(_unused_segments(served, rank))
+    entries.append(_unused_segments(served, rank, slots))
     if by_triton:
         entries.append(Entry(SWIZZLED_EXPONENTS, swizzled_bytes(served, rank)))
     return entries
 
 
-def _unused_segments(served: Served, rank: ModelSpec) -> Entry:
+def _unused_segments(served: Served, rank: ModelSpec, slots: tuple[int, ...]) -> Entry:
     unused = unused_bytes(
         rank,
         _stored(served),
+        slots=slots,
         in_use=not _reads_free(served),
         expandable=served.run.expandable_segments,
     )
@@ -394,9 +400,18 @@ def _stored(served: Served) -> Dtypes:
     return replace(served.dtypes, quant=quant, quantises_experts=not is_older)
 
 
-def _has_table_slots(served: Served) -> bool:
-    """Whether embeddings and head have slots for adapters."""
-    return served.libraries.reaches("vllm", TABLES_WITH_SLOTS.get(served.model.model_type))
+def _slots(served: Served, part: ModelSpec) -> tuple[int, ...]:
+    """Bytes of the tensors of all slots for adapters on one GPU that has `part` of the model."""
+    number, rank = lora_slots(served)
+    if not number:
+        return ()
+    libraries, model = served.libraries, served.model
+    tables = int(libraries.reaches("vllm", TABLES_WITH_SLOTS.get(model.model_type)))
+    before = TWICE_IN_SLOTS.get(model.model_type)
+    if tables and model.head_tied and before and libraries.older("vllm", before):
+        tables += 1
+    ranks = served.count(RANKS) or 1
+    return tuple(number * each for each in slot_tensors(part, ranks, rank, tables=tables))
 
 
 def _counts_context(served: Served) -> bool:
@@ -446,17 +461,15 @@ def _connected_bytes(served: Served) -> int:
     return communicator_bytes(served.count(RANKS) or 1, served.gpu)
 
 
-def _missed_bytes(served: Served, entries: list[Entry]) -> int:
-    """What the profile does not see of `entries`: slots for adapters, from 0.6.5 to 0.7.3.
+def _misses_slots(served: Served) -> bool:
+    """Whether the profile does not see slots for adapters: from 0.6.5 to 0.7.3.
 
     Weights were measured before the slots were made, and the peak counted from after.
     Source: github.com/vllm-project/vllm/issues/14450, mended by pull request 14469 of 2025-03-08;
     `memory_profiling` is of 0.6.5.
     """
     libraries = served.libraries
-    if libraries.older("vllm", "0.6.5") or not libraries.older("vllm", "0.8"):
-        return 0
-    return sum(entry.num_bytes for entry in entries if entry.fact == LORA_SLOTS)
+    return not libraries.older("vllm", "0.6.5") and libraries.older("vllm", "0.8")
 
 
 def _kept_bytes(served: Served, stage: Stage) -> int:
@@ -476,10 +489,7 @@ def _kept_bytes(served: Served, stage: Stage) -> int:
 def _resident(served: Served, stage: Stage) -> list[Entry]:
     """What stays beside weights."""
     ranks, stages = served.count(RANKS) or 1, served.count(STAGES) or 1
-    num_slots, slot_rank = lora_slots(served)
-    slots = num_slots * slot_bytes(
-        stage.part, ranks, slot_rank, has_tables=_has_table_slots(served)
-    )
+    slots = sum(_slots(served, stage.part))
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
     if not _counts_tensors(served):
         entries.append(Entry(KERNELS, KERNELS_BYTES))
