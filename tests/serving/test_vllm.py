@@ -22,7 +22,13 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
-from whichlora.serving.profile_pass import ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS
+from whichlora.serving.profile_pass import (
+    ATTENTION_PASS,
+    EXPERTS_PASS,
+    MASK_BUFFER,
+    SAMPLER_PASS,
+    mask_buffer_entries,
+)
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_tensors
 from whichlora.serving.vllm import SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S, command, notes, stepping
 from whichlora.serving.vllm_compiled import TRIED_TABLE, held_entries, trial_entries
@@ -1115,6 +1121,40 @@ def test_layers_that_borrow_keys_have_no_blocks() -> None:
     cut = blocks(kinds, block_size=16, element_bytes=2, tokens_in_flight=2 * 2048)
     held = 5.36 * GiB / (cut.block_bytes * cut.blocks_of(32768))
     assert held == pytest.approx(7.91, rel=0.002)
+
+
+def test_eager_code_holds_what_its_frames_hold() -> None:
+    """Qwen3-8B on two T4 under 0.22.1: two logs differ by 157 to 159 MB over 2,048 tokens."""
+
+    def layer_bytes(
+        ranks: int, tokens: int, model: str = "Qwen/Qwen3-8B", **options: object
+    ) -> int:
+        run = replace(RUN, model=model, context=2048, libraries=(("vllm", "0.22.1"),))
+        asked = {"max_num_batched_tokens": tokens, "max_num_seqs": 1, "restarted": True, **options}
+        return part_bytes(started(run, tensor_parallel_size=ranks, **asked), "activations")
+
+    eager = layer_bytes(2, 4096, enforce_eager=True) - layer_bytes(2, 2048, enforce_eager=True)
+    assert 157e6 < eager < 160e6
+    states = 2048 * 4096 * 2
+    assert eager - (layer_bytes(2, 4096) - layer_bytes(2, 2048)) == 2 * states
+    assert layer_bytes(1, 2048, enforce_eager=True) - layer_bytes(1, 2048) == states
+    assert layer_bytes(1, 2048, LLAMA, enforce_eager=True) == layer_bytes(1, 2048, LLAMA)
+
+
+@pytest.mark.parametrize(("version", "rows"), [("0.16.0", 0), ("0.24.0", 108), ("0.29.0", 0)])
+def test_masking_logits_takes_a_row_for_each_multiprocessor(version: str, rows: int) -> None:
+    run = replace(RUN, model="Qwen/Qwen2.5-7B", context=2048, libraries=(("vllm", version),))
+    asked = {"max_num_seqs": 200, "max_num_batched_tokens": 2048, "restarted": version != "0.16.0"}
+    taken = started(run, find_gpu("a100-sxm-80gb"), **asked)
+    buffers = [entry.num_bytes for entry in taken.entries if entry.fact == MASK_BUFFER]
+    assert sum(buffers) == rows * 152_064 * 4
+
+
+def test_few_sequences_are_sorted_and_take_no_buffer() -> None:
+    assert mask_buffer_entries(vocab_size=1000, sequences=7, processors=108) == []
+    assert mask_buffer_entries(vocab_size=1000, sequences=60, processors=None) == []
+    (buffer,) = mask_buffer_entries(vocab_size=1000, sequences=60, processors=108)
+    assert buffer.num_bytes == 64 * 1000 * 4
 
 
 def test_windows_keep_one_step_before_0_26() -> None:

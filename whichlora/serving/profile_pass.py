@@ -20,6 +20,7 @@ from whichlora.spec.layer import Attention, Layer, Mlp
 SORTED_LOGIT_BYTES = 2 + 4 + (4 + 8) + 8 + (4 + 8)
 NARROW_SORTED_LOGIT_BYTES = 2 + (2 + 8) + 8 + (2 + 8)  # without an fp32 copy
 MASKED_LOGIT_BYTES = 2 + 4 + 4 + 4
+FEWEST_MASKED = 8  # sequences, below which logits are sorted
 WIDENED_LOGIT_BYTES = 2 + 4
 PLAIN_LOGIT_BYTES = 2
 COUNTED_LOGIT_BITS = 33  # a 4-byte count and one bit
@@ -56,6 +57,15 @@ SAMPLER_PASS = Fact(
     why="top-k and top-p are profiled for as many sequences as may run at once",
     source="vLLM 0.33.0 v1/worker/gpu/model_runner.py:993 _dummy_sampler_run",
 )
+MASK_BUFFER = Fact(
+    part="logits_and_loss",
+    what="profile pass: buffer of the kernel that masks logits",
+    shape="[programs, vocab_size]",
+    dtype="fp32",
+    count="a program for each sequence, up to the GPU's multiprocessors",
+    why="a copy of the logits that top-k and top-p leave; kept for the next call",
+    source="vLLM 0.17.0 v1/sample/ops/topk_topp_triton.py:996 _TRITON_BUFFER_CACHE",
+)
 LAST_STATES = Fact(
     part="logits_and_loss",
     what="profile pass: hidden states while tokens are sampled",
@@ -72,18 +82,20 @@ def layer_entry(
     tokens: int,
     element_bytes: int,
     copies: int = 1,
+    held_states: int = 0,
     keeps_experts: bool = False,
 ) -> Entry:
     """The largest part of one layer's forward over `tokens` tokens.
 
     Args:
         copies: ranks with as many tokens each, whose states experts gather first.
+        held_states: what callers hold beside the input, the residual and the result.
         keeps_experts: what experts take is counted elsewhere, since it is never freed.
 
     Kind: exact for the eager code; a compiled graph frees one hidden state more.
     Source: `MLP_PASS`, `ATTENTION_PASS`, `EXPERTS_PASS`.
     """
-    hidden = 3 * rank.hidden_size  # the input, the residual and the result
+    hidden = (3 + held_states) * rank.hidden_size  # the input, the residual and the result
     gathered = copies if copies > 1 else 0
     widths = [
         ((not keeps_experts) * copies * width + gathered * rank.hidden_size + hidden, fact)
@@ -158,3 +170,17 @@ def sampler_entries(
         Entry(SAMPLER_PASS, sequences * vocab_size * logit_bytes),
         Entry(LAST_STATES, tokens * rank.hidden_size * element_bytes),
     )
+
+
+def mask_buffer_entries(*, vocab_size: int, sequences: int, processors: int | None) -> list[Entry]:
+    """The buffer in which Triton's kernel masks logits of `sequences`; none for fewer than eight.
+
+    Args:
+        processors: multiprocessors of the GPU; None, where unknown, counts as no buffer.
+
+    Kind: exact. Source: `MASK_BUFFER`; `apply_top_k_top_p`, v1/sample/ops/topk_topp_sampler.py.
+    """
+    if processors is None or sequences < FEWEST_MASKED:
+        return []
+    programs = min(1 << (min(processors, sequences) - 1).bit_length(), processors)
+    return [Entry(MASK_BUFFER, programs * vocab_size * 4)]

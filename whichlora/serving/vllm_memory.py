@@ -23,6 +23,7 @@ from whichlora.serving.profile_pass import (
     attention_entry,
     experts_bytes,
     layer_entry,
+    mask_buffer_entries,
     sampler_entries,
 )
 from whichlora.serving.rank import (
@@ -117,6 +118,8 @@ TABLES_WITH_SLOTS = {
 # own, and before which release. Source: `Qwen3ForCausalLM.__init__` of 0.27.0 and 0.28.0, and
 # `_create_lora_modules`, lora/model_manager.py:391, which visits the table under both names.
 TWICE_IN_SLOTS = {"qwen3": "0.28"}
+# Model types whose MLP drops its first product early. Source: models/llama.py and mistral.py.
+DROPS_PRODUCT = frozenset({"llama", "mistral", "ministral3"})
 # Bytes per logit in its profile. Source: `_dummy_sampler_run` of
 # v1/worker/gpu/model_runner.py, and sample/sampler.py:157 (0.24.0), :159 (0.27.1), :218 (0.29.0);
 # 0.26.0 changes logits in place.
@@ -142,6 +145,7 @@ GRAPH_BYTES = 300 * KiB
 # Qwen3.6-35B-A3B (0.20.0), and of 0.78 for 51 of Qwen3.5-9B (0.19.0), of which 0.25 and 0.23 more.
 # Source: vLLM 0.20.0 v1/worker/gpu_model_runner.py:6010 `per_graph`.
 WHOLE_GRAPH_BYTES, STATES_GRAPH_BYTES = MiB, 250 * MiB
+MASKED_SINCE = "0.17"  # before which the older runner's sampler sorts
 STEPS_COUNTED_SINCE = "0.26"  # before which a sliding layer keeps the keys of one step
 WHOLE_GRAPHS_SINCE = "0.11"  # before which the default captures pieces alone
 # Since when experts share a workspace that is never freed. Source: the storage's method in
@@ -518,21 +522,15 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     copies = served.count(COPIES) or 1
     keeps = experts_are_kept(served)
     layer = layer_entry(
-        rank, tokens=tokens, element_bytes=element_bytes, copies=copies, keeps_experts=keeps
+        rank,
+        tokens=tokens,
+        element_bytes=element_bytes,
+        copies=copies,
+        held_states=_held_states(served),
+        keeps_experts=keeps,
     )
-    sampler = (
-        ()
-        if rank.head is None
-        else sampler_entries(
-            rank,
-            vocab_size=served.model.vocab_size,
-            tokens=tokens,
-            sequences=min(max_num_seqs(served), tokens),
-            logit_bytes=_logit_bytes(served),
-            element_bytes=element_bytes,
-        )
-    )
-    unused = _unused_of_pass(served, rank, max(layer.num_bytes, _bytes_of([*sampler])))
+    sampler = _sampler(served, rank)
+    unused = _unused_of_pass(served, rank, max(layer.num_bytes, _bytes_of(sampler)))
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
     buffers = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
@@ -547,9 +545,47 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     if served.dtypes.quant in FOUR_BIT_BNB:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     held, running, always = tower_entries(served)
-    larger = max(forward, [*sampler], *trial_entries(served, rank), key=_bytes_of)
+    larger = max(forward, sampler, *trial_entries(served, rank), key=_bytes_of)
     larger = max([*larger, *held], running, key=_bytes_of)
     return [*larger, *unused, *always, *buffers, workspace, *held_table(served, rank)]
+
+
+def _sampler(served: Served, rank: ModelSpec) -> list[Entry]:
+    """What the profile samples with; nothing where the stage has no head.
+
+    Kind, source: as of `sampler_entries` and `mask_buffer_entries`.
+    """
+    if rank.head is None:
+        return []
+    tokens, vocab_size = max_num_batched_tokens(served), served.model.vocab_size
+    sequences = min(max_num_seqs(served), tokens)
+    entries = sampler_entries(
+        rank,
+        vocab_size=vocab_size,
+        tokens=tokens,
+        sequences=sequences,
+        logit_bytes=_logit_bytes(served),
+        element_bytes=served.dtypes.compute_bytes,
+    )
+    if has_newer_runner(served) or served.libraries.older("vllm", MASKED_SINCE):
+        return [*entries]
+    processors = served.gpu.num_multiprocessors
+    buffer = mask_buffer_entries(vocab_size=vocab_size, sequences=sequences, processors=processors)
+    return [*entries, *buffer]
+
+
+def _held_states(served: Served) -> int:
+    """Hidden states that the frames of eager code hold while an MLP adds up its result.
+
+    The model's loop holds what it gave the layer, and an all-reduce returns another tensor. Where
+    the MLP drops its product before it is narrowed, neither is at the peak.
+    Kind: exact. Source: vLLM 0.22.0 models/qwen2.py `Qwen2MLP`, `Qwen2Model.forward`, and
+    models/llama.py `LlamaMLP`; pynccl.py:166; 77,000 bytes per token in two logs of Qwen3-8B.
+    """
+    is_compiled = not (served.options["enforce_eager"] or served.libraries.older("vllm", "0.8"))
+    if is_compiled or served.model.model_type in DROPS_PRODUCT:
+        return 0
+    return 1 + ((served.count(RANKS) or 1) > 1)
 
 
 def _unused_of_pass(served: Served, rank: ModelSpec, alive_bytes: int) -> list[Entry]:
@@ -613,7 +649,7 @@ def _logit_bytes(served: Served) -> int:
     if _sorts_narrow(served):
         return NARROW_SORTED_LOGIT_BYTES
     # FlashInfer's sampler masks, too, where it is installed
-    sorts = libraries.older("vllm", "0.17") and libraries.older("flashinfer", "0.0.1")
+    sorts = libraries.older("vllm", MASKED_SINCE) and libraries.older("flashinfer", "0.0.1")
     return SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES
 
 
