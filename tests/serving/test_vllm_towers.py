@@ -165,3 +165,42 @@ def test_blocks_of_a_gated_tower_hold_more_than_plain_ones() -> None:
     held, projected, rotated = 3, 3, 4  # input, norm's result and output; queries and keys twice
     assert block_width(plain) == (held + projected + rotated + 1 + 1) * 1152
     assert TOWER_PASS.kind == "estimate"
+
+
+def tower_bytes(asked: Served) -> int:
+    return sum(entry.num_bytes for entry in tower_entries(asked)[1] if entry.fact == TOWER_PASS)
+
+
+def test_gemma_4_sees_one_frame_at_a_time_before_0_22() -> None:
+    """0.19.2 on an RTX 5090: all that is not weights takes 2.2 GiB, 3 videos among it."""
+
+    def of(version: str, gpu: str = "rtx-5090-32gb", tokens: int = 8192) -> int:
+        asked = {"max_num_batched_tokens": tokens, "max_num_seqs": 8}
+        return tower_bytes(served("google/gemma-4-31B", version, gpu=gpu, **asked))
+
+    assert of("0.20.0") == of("0.20.0", tokens=16_384) < 0.3 * GiB
+    assert of("0.20.0") < of("0.22.0") < of("0.22.0", "b200-180gb")
+
+
+def test_experts_in_fp4_by_vllms_kernels_take_what_a_log_states() -> None:
+    """0.19.2 on an RTX 5090: a pool of 9.08 GiB beside weights of 15.77."""
+    model = "RedHatAI/gemma-4-26B-A4B-it-NVFP4"
+    card = replace(find_gpu("rtx-5090-32gb"), memory_bytes=round(31.84 * GiB))
+
+    def pool_bytes(**options: object) -> int:
+        asked = {"gpu_memory_utilization": 0.85, "max_num_batched_tokens": 8192, "max_num_seqs": 2}
+        run = RunConfig(
+            model=model,
+            phase="inference",
+            serving="vllm",
+            quant="nvfp4",
+            context=98_304,
+            libraries=(("vllm", "0.19.2"),),
+            serving_options=tuple(sorted((asked | options).items())),  # type: ignore[arg-type]
+        )
+        return start(resolve(load_model(model), run, card).served).pool.num_bytes
+
+    by_cutlass = pool_bytes(moe_backend="cutlass")
+    assert by_cutlass == pytest.approx(9.08 * GiB, rel=0.03)
+    assert pool_bytes() - by_cutlass > GiB
+    assert pool_bytes(moe_backend="flashinfer_cutlass") == pool_bytes()

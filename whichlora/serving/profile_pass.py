@@ -57,6 +57,16 @@ SAMPLER_PASS = Fact(
     why="top-k and top-p are profiled for as many sequences as may run at once",
     source="vLLM 0.33.0 v1/worker/gpu/model_runner.py:993 _dummy_sampler_run",
 )
+CUTLASS_PASS = Fact(
+    part="activations",
+    what="profile pass: rows of experts in fp4, by vLLM's own kernels",
+    shape="[tokens, experts_per_token, 3 * hidden_size]",
+    dtype="compute_bytes",
+    why="rows in the order of experts, what they became in that of tokens, and its product with "
+    "the router's weights",
+    source="vLLM 0.20.0 fused_moe/experts/cutlass_moe.py:603-660 run_cutlass_moe_fp4",
+    kind="estimate",
+)
 MASK_BUFFER = Fact(
     part="logits_and_loss",
     what="profile pass: buffer of the kernel that masks logits",
@@ -184,3 +194,29 @@ def mask_buffer_entries(*, vocab_size: int, sequences: int, processors: int | No
         return []
     programs = min(1 << (min(processors, sequences) - 1).bit_length(), processors)
     return [Entry(MASK_BUFFER, programs * vocab_size * 4)]
+
+
+def cutlass_entry(rank: ModelSpec, *, tokens: int, element_bytes: int) -> Entry:
+    """A layer of experts in fp4 by vLLM's own kernels, beside the workspaces that it keeps.
+
+    Kind: estimate: a layer's other tensors are taken to be three hidden states. Two logs of Gemma 4
+    26B have 255,700 bytes a token at 8,192 and 16,384, the workspaces among them; ours 225,000.
+    Source: `CUTLASS_PASS`.
+    """
+    most = max(layer.moe.experts_per_token if layer.moe else 0 for layer, _ in rank.layers())
+    return Entry(CUTLASS_PASS, tokens * (3 * most + 1 + 3) * rank.hidden_size * element_bytes)
+
+
+def cutlass_bytes(rank: ModelSpec, *, tokens: int, element_bytes: int) -> int:
+    """The workspaces that vLLM's own kernels of experts in fp4 keep; 0 without experts.
+
+    Kind: exact. Source: vLLM 0.20.0 fused_moe/experts/cutlass_moe.py:749 `workspace_shapes`, whose
+    N is the width of the first product.
+    """
+    widths = [0]
+    for layer, _ in rank.layers():
+        if layer.moe is not None:
+            first = layer.moe.expert.width * (2 if layer.moe.expert.gated else 1)
+            both = max(2 * first, rank.hidden_size) + first
+            widths.append(layer.moe.experts_per_token * both)
+    return tokens * max(widths) * element_bytes

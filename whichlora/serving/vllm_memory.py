@@ -21,6 +21,8 @@ from whichlora.serving.profile_pass import (
     SORTED_LOGIT_BYTES,
     WIDENED_LOGIT_BYTES,
     attention_entry,
+    cutlass_bytes,
+    cutlass_entry,
     experts_bytes,
     layer_entry,
     mask_buffer_entries,
@@ -520,21 +522,25 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
     copies = served.count(COPIES) or 1
-    keeps = experts_are_kept(served)
+    keeps, by_cutlass = experts_are_kept(served), multiplies_by_cutlass(served)
     layer = layer_entry(
         rank,
         tokens=tokens,
         element_bytes=element_bytes,
         copies=copies,
         held_states=_held_states(served),
-        keeps_experts=keeps,
+        keeps_experts=keeps or by_cutlass,
     )
     sampler = _sampler(served, rank)
     unused = _unused_of_pass(served, rank, max(layer.num_bytes, _bytes_of(sampler)))
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
     buffers = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
-    if not buffers and keeps and experts:
+    if by_cutlass:
+        experts = cutlass_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
+        of_experts = cutlass_entry(rank, tokens=copies * tokens, element_bytes=element_bytes)
+        layer = max(layer, of_experts, key=lambda entry: entry.num_bytes)
+    if not buffers and (keeps or by_cutlass) and experts:
         buffers = [Entry(WORKSPACE, experts)]
     forward = [layer]
     if rank.chooses_keys:  # experts have their part of what is kept
@@ -546,8 +552,9 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     held, running, always = tower_entries(served)
     larger = max(forward, sampler, *trial_entries(served, rank), key=_bytes_of)
-    larger = max([*larger, *held], running, key=_bytes_of)
-    return [*larger, *unused, *always, *buffers, workspace, *held_table(served, rank)]
+    # the tower runs first, before experts allocate what they keep
+    larger = max([*larger, *held, *buffers], running, key=_bytes_of)
+    return [*larger, *unused, *always, workspace, *held_table(served, rank)]
 
 
 def _sampler(served: Served, rank: ModelSpec) -> list[Entry]:
@@ -572,6 +579,15 @@ def _sampler(served: Served, rank: ModelSpec) -> list[Entry]:
     processors = served.gpu.num_multiprocessors
     buffer = mask_buffer_entries(vocab_size=vocab_size, sequences=sequences, processors=processors)
     return [*entries, *buffer]
+
+
+def multiplies_by_cutlass(served: Served) -> bool:
+    """Whether vLLM's own kernels multiply experts in NVFP4, which `moe_backend=cutlass` asks for.
+
+    Kind: exact. Source: vLLM 0.20.0 fused_moe/oracle/nvfp4.py `map_nvfp4_backend`.
+    """
+    asked = dict(served.run.serving_options).get("moe_backend")
+    return asked == "cutlass" and served.dtypes.quant == "nvfp4" and served.model.has_experts
 
 
 def _held_states(served: Served) -> int:

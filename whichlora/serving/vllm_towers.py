@@ -32,6 +32,8 @@ _TILES, _MOST_TILES, _WHOLE = (336, 364, 384, 448, 512, 560), 16, (896, 1024, 15
 FRAMES = {"qwen2_vl": 14, "qwen2_5_vl": 14}  # of a video, before 0.11 16
 VIDEO_PIXELS, FRAMES_AT_ONCE = 25_165_824, 2  # of Qwen3-VL: preprocessor_config.json of its videos
 GEMMA4_FRAMES, GEMMA4_FRAME_TOKENS, GEMMA4_MARKERS = 32, 70, 8
+GEMMA4_TABLE = 10_240  # rows of its table of positions
+CHUNKED_SINCE = "0.22"  # before which its tower sees one image or frame at a time; 0.21 is not read
 # Types whose videos have other rules, which are not counted.
 OTHER_VIDEOS = ("glm4v", "glm4v_moe", "internvl")
 
@@ -230,11 +232,28 @@ def tower_entries(served: Served) -> tuple[list[Entry], list[Entry], list[Entry]
     vector_bytes = model.hidden_size * element_bytes * (1 + tower.deep)
     pixels = Entry(TOWER_PIXELS, forward.num_pixels * element_bytes)
     vectors = Entry(TOWER_VECTORS, forward.num_vectors * vector_bytes)
-    if model.model_type in TRANSFORMERS_TOWERS:
+    if model.model_type == "gemma4":
+        working = int(_forward(served, tower, _gemma4_images(served, forward), item).working)
+    elif model.model_type in TRANSFORMERS_TOWERS:
         working = int(forward.working)
     else:
         working = forward.num_patches * block_width(tower) * element_bytes
     return [pixels, vectors], [pixels, Entry(TOWER_PASS, working)], always
+
+
+def _gemma4_images(served: Served, forward: TowerForward) -> int:
+    """How many of the images, or of as many patches in frames, Gemma 4's tower sees at once.
+
+    A tenth of the GPU holds four numbers of 64 bits for each of a patch's positions.
+    Kind: exact where half of what is free is more. Source: vLLM 0.20.0 models/gemma4_mm.py
+    `_process_video_input`, which passes frames one by one; 0.22.0 :1105 `_encoder_chunk`.
+    """
+    if served.libraries.older("vllm", CHUNKED_SINCE):
+        return 1
+    patches = served.gpu.memory_bytes // 10 // (4 * GEMMA4_TABLE * 8)
+    of_each = forward.num_patches // forward.num_images
+    at_once: int = max(1, min(forward.num_images, patches // of_each))
+    return at_once
 
 
 def block_width(tower: Tower) -> int:
