@@ -144,16 +144,17 @@ def test_without_triton_kernels_marlin_pads_experts_before_0_12(
 
 
 def test_what_a_first_graph_of_states_loads_counts_twice_since_0_18() -> None:
-    def kernels(version: str, **options: object) -> int:
+    def kernels(version: str, gpu: str = "rtx-5090-32gb", **options: object) -> int:
         run = replace(RUN, model="Qwen/Qwen3.5-9B", libraries=(("vllm", version),))
         return sum(
             entry.num_bytes
-            for entry in started(run, **options).entries
+            for entry in started(run, find_gpu(gpu), **options).entries
             if entry.fact is STATE_KERNELS
         )
 
     assert kernels("0.18.0") == kernels("0.20.0") == STATES_GRAPH_BYTES
     assert kernels("0.17.0") == kernels("0.20.0", enforce_eager=True) == kernels("0.29.0") == 0
+    assert kernels("0.20.0", "l40s-48gb") == 0
 
 
 def test_exponents_of_the_file_are_not_kept_since_0_25() -> None:

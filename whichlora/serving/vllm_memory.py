@@ -509,7 +509,7 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
         entries.append(Entry(KEPT, kept_bytes))
     received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
     entries += [Entry(RECEIVED, received)] if received else []
-    if has_states(served) and _profiles_graphs(served):
+    if has_states(served) and _profiles_graphs(served) and capability(served) >= 10.0:
         entries.append(Entry(STATE_KERNELS, STATES_GRAPH_BYTES))
     if has_newer_runner(served) and stage.is_last:
         logits = max_num_seqs(served) * served.model.vocab_size
