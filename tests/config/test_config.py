@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from whichlora import trainers
 from whichlora.config import DEFAULT_MODELS, load_plan
 from whichlora.config.schema import json_schema
 from whichlora.errors import ConfigError
@@ -147,6 +148,10 @@ def test_an_engine_is_named_as_people_call_it(folder: Path) -> None:
     assert plan.inference.serving == "llama-cpp"
     assert dict(plan.inference.serving_options) == {"n_gpu_layers": 999, "parallel": 2}
     assert plan.notes == (other_name_note("ollama"),)
+    (folder / "config.yaml").write_text("dataset: org/data\ngpu: 4090\ntrainer: Axolotl\n")
+    plan = load_plan(folder / "config.yaml")
+    assert plan.finetune.trainer == "transformers"
+    assert plan.notes == (trainers.other_name_note("Axolotl"),)
     (folder / "config.yaml").write_text(text + "serving: llama.cpp\n")
     assert load_plan(folder / "config.yaml").notes == ()
 

@@ -131,7 +131,6 @@ def test_parameters_are_gathered_twice_in_each_micro_step_and_gradients_sent_onc
             ),
             "offload: version 1 replaces gradients on the host",
         ),
-        (run_of("lora", 2, offload=("params",)), "give optimizer,params"),
         (
             run_of("lora", 2, {"precision": "fp16"}, offload=("optimizer", "params")),
             "fp16 gradients on the host",
@@ -166,6 +165,14 @@ def test_what_is_offloaded_is_on_the_host_and_goes_to_the_gpu_before_each_gather
     assert sums["to_host"] == pytest.approx(4 * MODEL.num_params / 4, rel=0.01)
     collectives = {message.collective for message in kept.several_gpus.communication.messages}
     assert collectives == {"all_gather", "reduce_scatter"}
+
+
+def test_either_word_of_offloading_is_both_under_fsdp() -> None:
+    both = predicted(run_of("full", 4, offload=("optimizer", "params")))
+    for word in ("optimizer", "params"):
+        one = predicted(run_of("full", 4, offload=(word,)))
+        assert one.memory == both.memory
+        assert "offload: FSDP keeps optimizer and params on the host together" in one.notes
 
 
 def test_an_offloaded_update_reads_and_writes_the_shares_on_the_host() -> None:

@@ -391,7 +391,7 @@ def test_what_is_not_served_is_refused_in_one_line(
 
 def test_whoever_asks_for_ollama_is_told_what_is_called_how_there() -> None:
     said = other_name_note("Ollama")
-    assert said.startswith("Ollama: served as llama-cpp; the command is llama.cpp's.")
+    assert said.startswith("Ollama: taken as serving llama-cpp; the command is llama.cpp's.")
     pairs = re.findall(r"(\w+) for (\w+)(?: and (\w+))?", said)
     assert len(pairs) == 6
     for theirs, *ours in pairs:

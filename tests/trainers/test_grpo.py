@@ -10,6 +10,7 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.largest import largest_that_fits
 from whichlora.predict.predict import predict
 from whichlora.predict.quantities import generation, ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -22,6 +23,8 @@ from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.store.links import LinkFiles
 from whichlora.store.paths import data_folder
+from whichlora.trainers import get_trainer
+from whichlora.workflow.combinations import USUAL, grid
 
 NAME = "HuggingFaceTB/SmolLM2-135M"
 MODEL = load_model(NAME)
@@ -163,3 +166,35 @@ def test_answers_of_a_divided_model_are_refused_unless_another_machine_writes_th
         predict(MODEL, on_gpus("zero3").run, A100, prior_calibration(A100))
     elsewhere = on_gpus("zero3", options={"use_vllm": True, "vllm_mode": "server"})
     assert predict(MODEL, elsewhere.run, A100, prior_calibration(A100)).several_gpus
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({}, 8),
+        ({"gradient_accumulation_steps": 2}, 4),
+        ({"gradient_accumulation_steps": 16}, 1),
+        ({"parallel": ParallelConfig(strategy="ddp", gpus=6)}, 4),
+        ({"trainer_options": (("num_generations", 6), ("steps_per_generation", 4))}, 3),
+    ],
+)
+def test_the_least_batch_is_the_first_that_writes_whole_groups(
+    changes: dict[str, Any], least: int
+) -> None:
+    trainer = get_trainer("grpo")
+    run = replace(GRPO, **changes)
+    assert trainer.least_batch(run) == least
+    for size in range(1, least):
+        with pytest.raises(ConfigError, match=f"batch_size: .*; give batch_size {least} or a mult"):
+            trainer.check(replace(run, batch_size=size))
+    trainer.check(replace(run, batch_size=least))
+
+
+def test_who_names_no_batch_gets_the_least_and_the_largest_is_a_multiple() -> None:
+    (run,) = grid({"model": [NAME], "trainer": ["grpo"], "batch_size": [USUAL]})
+    assert run.batch_size == 8
+    (run,) = grid({"model": [NAME], "trainer": ["sft"], "batch_size": [USUAL]})
+    assert run.batch_size == 1
+    most = largest_that_fits(MODEL, GRPO, A100, prior_calibration(A100), "batch_size")
+    assert most.value > 8
+    assert most.value % 8 == most.possible % 8 == 0

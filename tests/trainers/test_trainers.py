@@ -101,3 +101,30 @@ def test_train_py_writes_the_kind_of_checkpointing_where_it_is_not_the_usual_one
     )
     assert "use_reentrant" not in usual
     assert 'f"{checkpointing}_kwargs": {"use_reentrant": True}' in unusual
+
+
+@pytest.mark.parametrize(
+    ("called", "own", "said"),
+    [
+        ("LLaMA-Factory", "transformers", "such as dtypes and checkpointing"),
+        ("axolotl", "transformers", "such as dtypes and checkpointing"),
+        ("torchtune", "loop-function", "--precision bf16-pure"),
+        ("GRPOTrainer", "grpo", ""),
+        ("unsloth-grpo", "grpo", "without Unsloth's kernels"),
+        ("trl", "sft", ""),
+    ],
+)
+def test_a_tool_or_a_class_is_taken_as_the_trainer_whose_steps_it_has(
+    called: str, own: str, said: str
+) -> None:
+    assert trainers.own_name(called) == own
+    note = trainers.other_name_note(called)
+    assert said in note
+    assert note.startswith(f"{called}: taken as trainer {own}; ") is bool(said)
+    assert trainers.with_trainer(replace(RUN, trainer=called)).trainer == own
+
+
+def test_a_trainer_is_no_other_name_of_another() -> None:
+    names = {trainers.own_name(name) for name in list_trainers()}
+    assert names == set(list_trainers())
+    assert not any(map(trainers.other_name_note, names))

@@ -30,6 +30,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.spec.words import MAX
 from whichlora.tasks import BUILT_IN as TASKS
 from whichlora.trainers import BUILT_IN as TRAINERS
+from whichlora.trainers import other_name_note, own_name
 
 if TYPE_CHECKING:
     from whichlora.workflow.whole_training import FromFiles
@@ -53,7 +54,8 @@ _SETTINGS = (
     list_option(
         "batch-size",
         "1",
-        "Sequences per device per micro-step; max for the largest that fits.",
+        "Sequences per device per micro-step; max for the largest that fits. Under grpo, the least "
+        "that writes whole groups of answers.",
         counts_or_max("batch-size"),
     ),
     list_option(
@@ -339,13 +341,15 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "audio_seconds",
         "freeze_vision_tower",
     )
-    from whichlora.workflow.combinations import with_concurrency
+    from whichlora.workflow.combinations import USUAL, with_concurrency
 
     source_of = click.get_current_context().get_parameter_source
     stated = {name for name in options if source_of(name) is not click.core.ParameterSource.DEFAULT}
+    open_settings = {} if "batch_size" in stated else {"batch_size": [USUAL]}
     return {
-        **with_concurrency(options, stated=stated),
+        **with_concurrency({**options, **open_settings}, stated=stated),
         **{name: [options[name]] for name in single},
+        "trainer": list(map(own_name, options["trainer"])),
         "model": list(models),
         "quant": quants,
         "serve": serve,
@@ -417,7 +421,7 @@ def with_from_files(
             metavar = ctx.command.params[0].metavar
             raise click.UsageError(f"Missing argument '{metavar}'; or a file behind --from.", ctx)
         said = replace(NO_FILES, stated=frozenset(_stated(ctx, settings)))
-        return settings, _with_engine_notes(settings, said)
+        return settings, _with_other_names(ctx, settings, said)
     from whichlora.workflow.from_files import with_files
 
     stated = _stated(ctx, settings)
@@ -426,7 +430,7 @@ def with_from_files(
     if ctx.params.get("data"):
         stated.add("data")
     settings, imported = with_files(files, settings, stated, targets)
-    return settings, _with_engine_notes(settings, imported)
+    return settings, _with_other_names(ctx, settings, imported)
 
 
 def _stated(ctx: click.Context, names: Iterable[str]) -> set[str]:
@@ -435,12 +439,18 @@ def _stated(ctx: click.Context, names: Iterable[str]) -> set[str]:
     return {name for name in names if ctx.get_parameter_source(name) is on_command_line}
 
 
-def _with_engine_notes(settings: Mapping[str, list[Any]], said: FromFiles) -> FromFiles:
-    """`said`, and what a user must know who names what runs an engine."""
-    from whichlora.serving import other_name_note
+def _with_other_names(
+    ctx: click.Context, settings: Mapping[str, list[Any]], said: FromFiles
+) -> FromFiles:
+    """`said`, and what a user must know who names what runs an engine, or a tool that trains."""
+    from whichlora import serving
 
-    called = settings.get("serving", []) if "inference" in settings.get("phase", []) else []
-    notes = tuple(filter(None, (other_name_note(name) for name in called)))
+    phases = settings.get("phase", ())
+    engines = settings.get("serving", ()) if "inference" in phases else ()
+    trains = set(phases) != {"inference"}
+    trainers = ctx.params.get("trainer") or () if trains else ()
+    of_engines = map(serving.other_name_note, engines)
+    notes = tuple(filter(None, (*of_engines, *map(other_name_note, trainers))))
     return replace(said, notes=(*said.notes, *notes)) if notes else said
 
 

@@ -123,7 +123,7 @@ def _plan_of(document: Document) -> Plan:
     path = document.path
     problems = list(document.structure_problems())
     data = _well_formed(document.data)
-    said = _serve_by_own_name(data)
+    said = _by_own_names(data)
     problems += checks.take_number_of_gpus(data)
     try:
         settings = schema.plan_file().model_validate(data)
@@ -136,15 +136,17 @@ def _plan_of(document: Document) -> Plan:
     return replace(plan, notes=(*plan.notes, *said))
 
 
-def _serve_by_own_name(data: dict[Any, Any]) -> tuple[str, ...]:
-    """Name the engine of `data` as it is named here; what a user of the other name must know."""
-    from whichlora.serving import other_name_note, own_name
+def _by_own_names(data: dict[Any, Any]) -> tuple[str, ...]:
+    """Name engine and trainer of `data` as here; what a user of the other names must know."""
+    from whichlora import serving, trainers
 
-    called = data.get("serving")
-    if not isinstance(called, str):
-        return ()
-    data["serving"] = own_name(called)
-    return tuple(filter(None, [other_name_note(called)]))
+    notes = []
+    for key, axis in (("serving", serving), ("trainer", trainers)):
+        called = data.get(key)
+        if isinstance(called, str):
+            data[key] = axis.own_name(called)
+            notes.append(axis.other_name_note(called))
+    return tuple(filter(None, notes))
 
 
 def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:

@@ -353,11 +353,6 @@ def _check_offload(step: TrainingStep, spread: Spread) -> None:
             "offload: version 1 replaces gradients on the host by those of the next micro-step; "
             "use sync_each_batch false, or fsdp_version 2"
         )
-    if set(spread.options["offload"] or ()) != set(OFFLOADED):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"offload: FSDP keeps {' and '.join(OFFLOADED)} on the host, or neither; give "
-            f"{','.join(OFFLOADED)}"
-        )
     if mixed_precision(step, spread) == "fp16":
         raise ConfigError("offload: fp16 gradients on the host are not modelled; use bf16")
     if step.run.optimizer not in _ON_HOST:
@@ -389,8 +384,10 @@ def _check_storage(step: TrainingStep, spread: Spread) -> None:
 
 def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     notes = _notes_on_four_bit(step, spread) if step.dtypes.quant in FOUR_BIT_BNB else ()
-    if spread.options["offload"]:
+    if offload := spread.options["offload"]:
         notes += (update_note(spread),)
+        if set(offload) != set(OFFLOADED):  # type: ignore[arg-type]
+            notes += (f"offload: FSDP keeps {' and '.join(OFFLOADED)} on the host together",)
     if spread.options["cpu_ram_efficient_loading"] and not _loads_once(step, spread):
         notes += (
             "fsdp: cpu_ram_efficient_loading has no effect on weights from transformers 5.0 on, "

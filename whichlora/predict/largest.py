@@ -19,6 +19,7 @@ from whichlora.spec.numeric import last_between
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction, ServingPrediction
 from whichlora.spec.run import MOST_COUNT, RunConfig
+from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes
 
 Size = Literal["batch_size", "seq_len", "context"]
@@ -33,20 +34,22 @@ class Largest:
         value: the run fits with it and not with one more; 0 where not even 1 fits.
         possible: the largest value that the interval does not rule out, at least `value`.
         positions: the model's, where they ended the search before memory did.
-        lacks_bytes: what a run with the value 1 needs beyond the device, where that does not fit.
+        least: the smallest value that is possible.
+        lacks_bytes: what a run with that needs beyond the device, where it does not fit.
     """
 
     setting: Size
     value: int
     possible: int
     positions: int | None = None
+    least: int = 1
     lacks_bytes: int = 0
 
     @property
     def note(self) -> str:
         """One sentence that qualifies the number."""
         if not self.value:
-            lacks = f"{self.setting} 1 lacks {format_bytes(self.lacks_bytes)}"
+            lacks = f"{self.setting} {self.least} lacks {format_bytes(self.lacks_bytes)}"
             if not self.possible:
                 return lacks
             return f"{lacks} at the upper bound; up to {self.possible} may fit, a profile decides"
@@ -64,7 +67,7 @@ class Placement:
 
     Args:
         prediction: of the run as it was asked; None where the device cannot run it.
-        batch_size: the largest that fits; 0 where not even 1 does.
+        batch_size: the largest that fits; 0 where not even the least does.
         refusal: why the device cannot run it.
     """
 
@@ -99,7 +102,10 @@ def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibrati
     job = resolve(model, replace(run, parallel=prediction.run.parallel), gpu)
     if prediction.serving is not None:  # whatever is asked for beyond waits
         return Placement(gpu=gpu, prediction=prediction, batch_size=prediction.serving.max_running)
-    batch_size = last_that(lambda size: _fits_by_estimate(job, size, calibration), MAX_SIZE)
+    step = least_size(job.run, "batch_size")
+    batch_size = step * last_that(
+        lambda size: _fits_by_estimate(job, step * size, calibration), MAX_SIZE // step
+    )
     if prediction.exceeds_host:
         batch_size = 0
     if prediction.fits:  # by a replay, which the estimate may be above
@@ -133,10 +139,14 @@ def largest_that_fits(
     positions = None
     if setting == "seq_len":
         positions = model.max_position_embeddings
-    job = resolve(model, with_size(run, setting, 1), gpu)
+    step = least_size(run, setting)
+    job = resolve(model, with_size(run, setting, step), gpu)
     most = positions or MAX_SIZE
-    value = last_that(lambda size: _fits(job, setting, size, calibration), most)
-    possible = last_that(lambda size: _may_fit(job, setting, size, calibration), most)
+    sizes = most // step
+    value = step * last_that(lambda size: _fits(job, setting, step * size, calibration), sizes)
+    possible = step * last_that(
+        lambda size: _may_fit(job, setting, step * size, calibration), sizes
+    )
     lacks = 0
     if not value:
         _, _, high = judged_run(job, calibration).bounds()
@@ -146,6 +156,7 @@ def largest_that_fits(
         value=value,
         possible=max(value, possible),
         positions=positions if value == positions else None,
+        least=step,
         lacks_bytes=lacks,
     )
 
@@ -225,6 +236,12 @@ def _longest_served(
         return most, f"context {most} fits the pool; the model has no more positions"
     note = f"context {most} is the longest of which a sequence surely fits the pool"
     return most, f"{note}; up to {possible} may" if possible > most else note
+
+
+def least_size(run: RunConfig, setting: Size) -> int:
+    """The least of `setting`, whose multiples are possible: trainers may write whole groups."""
+    is_batch = setting == "batch_size" and run.phase == "finetune"
+    return get_trainer(run.trainer).least_batch(run) if is_batch else 1
 
 
 def with_size(run: RunConfig, setting: Size, value: int) -> RunConfig:

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
 
 from whichlora.errors import ConfigError
-from whichlora.spec.words import unknown
+from whichlora.spec.words import plain, unknown
 
 
 class Named(Protocol):
@@ -33,7 +33,8 @@ def _installed(
 class Members(Generic[Member]):
     """Methods or trainers, by name.
 
-    A member may say in `also_called` what else people call it: a refusal names it then.
+    A built-in member may say in `also_called` what else people call it, and by that name what a
+    user of it must know; of several members with one such name the first is meant.
 
     Another package adds a member with an entry point in the group `whichlora.<axis>` that loads a
     value of `member_type`.
@@ -50,6 +51,10 @@ class Members(Generic[Member]):
         self.group = f"whichlora.{axis}"
         self._kind = kind
         self._type = member_type
+        self._others: dict[str, tuple[Member, str]] = {}
+        for member in self.built_in.values():
+            for name, note in getattr(member, "also_called", {}).items():
+                self._others.setdefault(plain(name), (member, note))
 
     def all(self) -> dict[str, Member]:
         """The built-in members, then those of installed packages.
@@ -79,15 +84,21 @@ class Members(Generic[Member]):
         Raises:
             ConfigError: there is none.
         """
-        member = self.built_in.get(name)
+        member = self.built_in.get(self.own_name(name))
         if member is None:  # installed packages are asked only now: scanning them takes time
             members = self.all()
             if name not in members:
-                for each in members.values():
-                    if name.lower() in getattr(each, "also_called", ()):
-                        raise ConfigError(
-                            f"{self._kind}: {name!r} is not known; did you mean {each.name}"
-                        )
                 raise ConfigError(unknown(self._kind, name, members))
             member = members[name]
         return member
+
+    def own_name(self, name: str) -> str:
+        """The name of the member that is also called `name`; `name` where there is none."""
+        other = self._others.get(plain(name))
+        return other[0].name if other and name not in self.built_in else name
+
+    def other_name_note(self, name: str) -> str:
+        """What a user must know who calls a member `name`; empty where that is nothing."""
+        own = self.own_name(name)
+        note = self._others[plain(name)][1] if own != name else ""
+        return f"{name}: taken as {self._kind} {own}; {note}" if note else ""

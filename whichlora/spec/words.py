@@ -37,18 +37,18 @@ def meant(value: str, accepted: Iterable[str]) -> str:
     """
     import difflib  # which a run without a fault does not need
 
-    plain = {_plain(word): word for word in accepted}
-    wanted = _plain(value)
-    begun = [word for text, word in plain.items() if wanted and text.startswith(wanted)]
-    if wanted in plain:
-        return plain[wanted]
+    words = {plain(word): word for word in accepted}
+    wanted = plain(value)
+    begun = [word for text, word in words.items() if wanted and text.startswith(wanted)]
+    if wanted in words:
+        return words[wanted]
     if len(begun) == 1:
         return begun[0]
-    swapped = [word for text, word in plain.items() if _is_swapped(wanted, text)]
+    swapped = [word for text, word in words.items() if _is_swapped(wanted, text)]
     if len(swapped) == 1:
         return swapped[0]
-    near = difflib.get_close_matches(wanted, plain, n=1, cutoff=_NEAR)
-    return plain[near[0]] if near else ""
+    near = difflib.get_close_matches(wanted, words, n=1, cutoff=_NEAR)
+    return words[near[0]] if near else ""
 
 
 def _is_swapped(wanted: str, text: str) -> bool:
@@ -56,5 +56,6 @@ def _is_swapped(wanted: str, text: str) -> bool:
     return text in (wanted[:i] + wanted[i + 1] + wanted[i] + wanted[i + 2 :] for i in pairs)
 
 
-def _plain(word: str) -> str:
+def plain(word: str) -> str:
+    """Without case and what joins the parts: LLaMA-Factory is llamafactory."""
     return re.sub(r"[\W_]", "", word.lower())

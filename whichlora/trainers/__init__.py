@@ -61,6 +61,8 @@ BUILT_IN = _TRAINERS.built_in
 ENTRY_POINT_GROUP = _TRAINERS.group
 list_trainers = _TRAINERS.all
 get_trainer = _TRAINERS.get
+own_name = _TRAINERS.own_name
+other_name_note = _TRAINERS.other_name_note
 
 
 def suits_recipe(tasks: Iterable[Task], *, on_cpu: bool) -> bool:
@@ -73,12 +75,14 @@ def suits_recipe(tasks: Iterable[Task], *, on_cpu: bool) -> bool:
 
 
 def with_trainer(run: RunConfig) -> RunConfig:
-    """`run` with its trainer's usual loss, and every option of the trainer.
+    """`run` with its trainer's own name, its usual loss, and every option of the trainer.
 
     Raises:
         ConfigError: no such trainer, or an option or a loss that it does not have.
     """
     trainer = get_trainer(run.trainer)
+    if trainer.name != run.trainer:
+        run = replace(run, trainer=trainer.name)
     asked = dict(run.trainer_options)
     known(trainer.options, asked, setting="trainer_options", owner=f"trainer {trainer.name}")
     values = filled(trainer.options, asked).items()
@@ -118,6 +122,8 @@ __all__ = [
     "Trainer",
     "get_trainer",
     "list_trainers",
+    "other_name_note",
+    "own_name",
     "requirement",
     "trainer_of",
     "with_trainer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from whichlora.errors import ConfigError
@@ -208,6 +208,10 @@ def _accepts(run: RunConfig) -> None:
     return None
 
 
+def _one(run: RunConfig) -> int:
+    return 1
+
+
 def _stock_code(run: RunConfig, model_type: str) -> FusedKernels:
     return NO_KERNELS
 
@@ -262,6 +266,8 @@ class Trainer:
     """Who runs the steps of a fine-tuning.
 
     Args:
+        also_called: what else people call it, or the tool whose steps these are; by that name, what
+            a user of it must know, where there is anything.
         steps: dotted name of the function that runs a few steps of it, as
             `whichlora.profiler.finetune:measure_finetune` does; profiles and traces call it.
         library_class: dotted name of the class whose steps these are; empty where a script writes
@@ -324,12 +330,14 @@ class Trainer:
         learning_rate: usual where all weights are trained.
         rate_source: whose that is.
         check: refuses what the library refuses, in one line.
+        least_batch: the fewest examples that a GPU may read at once.
         notes: what a user must know of a run.
     """
 
     name: str
     summary: str
     steps: str
+    also_called: Mapping[str, str] = field(default_factory=dict, hash=False)
     library_class: str = ""
     config_class: str = ""
     model_class: str = ""
@@ -377,6 +385,7 @@ class Trainer:
     learning_rate: float = SUPERVISED_RATE
     rate_source: str = "TRL's SFTConfig"
     check: Callable[[RunConfig], None] = _accepts
+    least_batch: Callable[[RunConfig], int] = _one
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
 
     @property

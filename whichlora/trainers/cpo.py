@@ -35,6 +35,7 @@ def _logits_loss(run: RunConfig) -> LogitsLoss:
 TRAINER = replace(
     orpo.TRAINER,
     name="cpo",
+    also_called={"CPOTrainer": "", "simpo": "give --trainer-option loss_type=simpo"},
     summary="TRL's CPOTrainer: pairs of answers, no reference; SimPO, too",
     library_class="trl.experimental.cpo.CPOTrainer",
     config_class="trl.experimental.cpo.CPOConfig",

@@ -61,6 +61,7 @@ TRAINER = replace(
     sft.TRAINER,
     takes_images=False,
     name="dpo",
+    also_called={"DPOTrainer": "", "unsloth-dpo": trl.UNDER_UNSLOTH},
     summary="TRL's DPOTrainer: pairs of answers, and a reference",
     library_class="trl.DPOTrainer",
     config_class="trl.DPOConfig",

@@ -9,6 +9,7 @@ Source: TRL 1.16 `GRPOTrainer._prepare_inputs`, `_generate_and_score_completions
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
@@ -116,8 +117,19 @@ def _check(run: RunConfig) -> None:
         raise ConfigError(
             f"batch_size: {written} answers are written at once (batch size x "
             f"steps_per_generation x GPUs), which is no multiple of num_generations {answers}; "
-            "batch_size counts answers, not prompts"
+            f"give batch_size {least_batch(run)} or a multiple of it, since it counts answers, or "
+            "another num_generations"
         )
+
+
+def least_batch(run: RunConfig) -> int:
+    """Answers of a GPU with which all to a prompt are written at once.
+
+    Kind: exact. Source: TRL 1.16 `GRPOConfig.__post_init__`: `generation_batch_size` is a multiple
+    of `num_generations`, and the batch times GPUs times steps_per_generation.
+    """
+    answers = _number(run, _GENERATIONS)
+    return answers // math.gcd(answers, _number(run, _STEPS) * run.parallel.gpus)
 
 
 def _keeps_base(run: RunConfig) -> bool:
@@ -147,6 +159,7 @@ TRAINER = replace(
     sft.TRAINER,
     takes_images=False,
     name="grpo",
+    also_called={"GRPOTrainer": "", "unsloth-grpo": trl.UNDER_UNSLOTH},
     summary="TRL's GRPOTrainer: learns from rewards of answers that it writes",
     library_class="trl.GRPOTrainer",
     config_class="trl.GRPOConfig",
@@ -173,5 +186,6 @@ TRAINER = replace(
     narrows_adapters=_narrows_adapters,
     scored_tokens=lambda run: _LENGTH.whole(run.trainer_options),
     check=_check,
+    least_batch=least_batch,
     notes=_notes,
 )

@@ -51,6 +51,7 @@ TRAINER = replace(
     sft.TRAINER,
     takes_images=False,
     name="kto",
+    also_called={"KTOTrainer": "", "unsloth-kto": trl.UNDER_UNSLOTH},
     summary="TRL's KTOTrainer: answers wanted or not, and a reference",
     library_class="trl.KTOTrainer",
     config_class="trl.KTOConfig",

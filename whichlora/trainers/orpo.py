@@ -25,6 +25,7 @@ def _logits_loss(run: RunConfig) -> LogitsLoss:
 TRAINER = replace(
     transformers.TRAINER,
     name="orpo",
+    also_called={"ORPOTrainer": "", "unsloth-orpo": trl.UNDER_UNSLOTH},
     takes_images=False,
     summary="TRL's ORPOTrainer: pairs of answers, no reference",
     steps=dpo.TRAINER.steps,

@@ -24,6 +24,7 @@ def _keeps_base(run: RunConfig) -> bool:
 TRAINER = replace(
     transformers.TRAINER,
     name="reward",
+    also_called={"RewardTrainer": ""},
     takes_images=False,
     summary="TRL's RewardTrainer: pairs of answers, and a head with one output",
     steps=dpo.TRAINER.steps,

@@ -93,6 +93,7 @@ def _notes(run: RunConfig) -> tuple[str, ...]:
 TRAINER = replace(
     transformers.TRAINER,
     name="sentence-transformers",
+    also_called={"SentenceTransformerTrainer": ""},
     takes_images=False,
     summary="sentence-transformers' SentenceTransformerTrainer: embeddings, negatives of the batch",
     steps="whichlora.profiler.sentence_transformers:measure_sentence_transformers",

@@ -53,6 +53,7 @@ def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
 TRAINER = replace(
     transformers.TRAINER,
     name="sft",
+    also_called={"SFTTrainer": "", "trl": ""},
     summary="TRL's SFTTrainer, without logits",
     steps="whichlora.profiler.trl:measure_trl",
     library_class="trl.SFTTrainer",

@@ -16,8 +16,13 @@ def _outputs_held(run: RunConfig) -> OutputsHeld:
     return "until_backward" if run.loss_head == "raw" else "until_loss"
 
 
+# Of tools whose supervised steps are those of the Trainer: imports/ has what their files add.
+_OF_FILE = "its file or command behind --from says the rest, such as dtypes and checkpointing"
+
 TRAINER = Trainer(
     name="transformers",
+    also_called=dict.fromkeys(("Trainer", "hf", "peft"), "")
+    | dict.fromkeys(("LLaMA-Factory", "Axolotl", "swift", "ms-swift"), _OF_FILE),
     summary="the Trainer of transformers",
     steps="whichlora.profiler.finetune:measure_finetune",
     library_class="transformers.Trainer",

@@ -31,6 +31,7 @@ CAST = ("lm_head", "embed_tokens", "wte", "wpe")
 
 
 LIBRARY = "trl"
+UNDER_UNSLOTH = "without Unsloth's kernels, so that this takes more"
 
 
 def defaults(libraries: Libraries) -> Defaults:

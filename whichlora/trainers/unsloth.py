@@ -199,6 +199,7 @@ TRAINER = replace(
     sft.TRAINER,
     takes_images=False,
     name="unsloth",
+    also_called={"FastLanguageModel": ""},
     summary="Unsloth's FastLanguageModel with its kernels, under TRL's SFTTrainer",
     steps="whichlora.tracer.like_unsloth:measure_unsloth",
     library_class="unsloth.FastLanguageModel",

@@ -19,6 +19,7 @@ from whichlora.spec.results import Refused
 from whichlora.spec.run import (
     ADAPTER_SETTINGS,
     TRANSFORMERS,
+    Phase,
     RunConfig,
     named_optimizer,
     usual_alpha,
@@ -32,7 +33,7 @@ from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer
 
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
-USUAL = "auto"  # of an optimizer that nobody names
+USUAL = "auto"  # of an optimizer and of a batch that nobody names
 UNSTATED: Mapping[str, Sequence[Any]] = {
     "gradient_checkpointing": [None],
     "precision": ["auto"],
@@ -142,16 +143,7 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
             try:
-                _check_base(chosen, phase)
-                if chosen.get("serving"):
-                    chosen = {**chosen, "serving": get_engine(chosen["serving"]).name}
-                shared = stored_by_engine(chosen, phase)
-                shared = shared_by_engine(shared) if phase == "inference" else shared
-                if "optimizer" in shared:
-                    shared = {**shared, "optimizer": _optimizer(shared)}
-                if "r" in shared:
-                    shared = {"lora_alpha": usual_alpha(shared["r"]), **shared}
-                run = with_task(RunConfig(phase=phase, **with_parallel(shared)))
+                run = _run_of(chosen, phase)
             except ConfigError as error:
                 model = str(chosen.pop("model", ""))
                 yield Refused(model=model, settings={"phase": phase, **chosen}, reason=str(error))
@@ -159,6 +151,31 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if run not in seen:
                 seen.add(run)
                 yield run
+
+
+def _run_of(chosen: Mapping[str, Any], phase: Phase) -> RunConfig:
+    """One combination, with what nobody states as its trainer and its releases have it.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    _check_base(chosen, phase)
+    shared = dict(chosen)
+    if shared.get("serving"):
+        shared["serving"] = get_engine(shared["serving"]).name
+    shared = dict(stored_by_engine(shared, phase))
+    shared = dict(shared_by_engine(shared)) if phase == "inference" else shared
+    if "optimizer" in shared:
+        shared["optimizer"] = _optimizer(shared)
+    if "r" in shared:
+        shared = {"lora_alpha": usual_alpha(shared["r"]), **shared}
+    is_open = shared.get("batch_size") == USUAL
+    if is_open:
+        shared["batch_size"] = 1
+    run = with_task(RunConfig(phase=phase, **with_parallel(shared)))
+    if not is_open or phase == "inference":
+        return run
+    return dataclasses.replace(run, batch_size=get_trainer(run.trainer).least_batch(run))
 
 
 def _optimizer(settings: Mapping[str, Any]) -> str:

@@ -479,7 +479,7 @@ def _estimate(
     if run.has_engine:
         return _most_served(model, run, gpu, calibration, maximise, predictor)
     most = largest_that_fits(model, run, gpu, calibration, maximise)
-    largest = with_size(run, maximise, max(1, most.value))
+    largest = with_size(run, maximise, most.value or most.least)
     kind = "inference" if run.phase == "inference" else run.method
     note = f"{run.model.rpartition('/')[2]} {kind} on {gpu.key}: {most.note}"
     prediction = predict(model, largest, gpu, calibration)
