@@ -211,6 +211,7 @@ def estimate(
         stated=files.stated or run_settings.keys(),
         is_lower_bound=files.is_lower_bound,
         keys=files.keys,
+        older=files.older,
     )
 
 

@@ -6,7 +6,9 @@ import pytest
 
 from whichlora import estimate
 from whichlora.imports import Imported, import_files
+from whichlora.spec.releases import installed_in
 from whichlora.spec.versions import Libraries
+from whichlora.units import format_bytes
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 LOADED = f'model = AutoModelForCausalLM.from_pretrained("{MODEL}")\n'
@@ -132,3 +134,41 @@ def test_a_name_that_trl_is_given_is_wide_in_every_release(tmp_path: Path) -> No
         for release in ("0.26.0", "0.27.0")
     }
     assert widths == {"0.26.0": "fp32", "0.27.0": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("call", "oldest"),
+    [
+        ("SFTTrainer(model, max_seq_length=64)", "2024-05"),  # the first TRL that was read
+        ('DPOTrainer(model, args=DPOConfig("o", max_prompt_length=9))', "2024-07"),
+        ('GRPOTrainer(model, args=GRPOConfig("o", max_prompt_length=9))', "2025-02"),
+        (
+            'GRPOTrainer(model, args=GRPOConfig("o", max_prompt_length=9, vllm_mode="server"))',
+            "2025-06",
+        ),
+        ('Trainer(model, args=TrainingArguments("o", warmup_ratio=0.1))', "2023-08"),
+        (
+            'Trainer(model, args=TrainingArguments("o", no_cuda=True, eval_strategy="no"))',
+            "2024-06",
+        ),
+        ('SFTTrainer(model=model, args=SFTConfig("o"))', ""),  # of today
+    ],
+)
+def test_a_script_of_older_releases_says_from_which_month_they_take_it(
+    call: str, oldest: str, tmp_path: Path
+) -> None:
+    assert imported(tmp_path, call).oldest == oldest
+    assert imported(tmp_path, call, libraries=Libraries()).oldest == ""
+
+
+def test_another_answer_of_the_oldest_releases_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    steps = 'args = TrainingArguments("o", per_device_train_batch_size=4)\n'
+    steps += "SFTTrainer(model, args=args, max_seq_length=1024, peft_config=LoraConfig())"
+    path.write_text(LOADED.replace('")', '", load_in_4bit=True)') + steps)
+    (told,) = estimate(from_file=path, gpu="24GB")
+    (note,) = [note for note in told.notes if "older releases take it, too" in note]
+    (old,) = estimate(from_file=path, gpu="24GB", libraries=installed_in("2024-05"))
+    assert old.memory.device_used_bytes > 1.05 * told.memory.device_used_bytes
+    assert f"(--libraries 2024-05) {format_bytes(old.memory.device_used_bytes)}, which" in note
+    assert not any("older releases" in note for note in old.notes)

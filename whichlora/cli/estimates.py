@@ -135,6 +135,7 @@ def estimate(
         stated=files.stated,
         is_lower_bound=files.is_lower_bound,
         keys=files.keys,
+        older=files.older,
     )
     if as_json:
         print_json(estimates.document(predictions))

@@ -15,6 +15,7 @@ import click
 from whichlora.errors import ConfigError
 from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import MOST_GPUS
+from whichlora.spec.releases import installed_in, is_date
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import image_sides
 from whichlora.spec.words import MAX, unknown
@@ -235,12 +236,23 @@ def fractions(setting: str) -> Callable[..., list[float]]:
     return split
 
 
+DATES = "whichlora.dates"  # in `Context.meta`: what a date in --libraries stands for
+
+
 def versions(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Any, ...]:
-    """A click callback: comma list of library=version."""
-    pairs = [word.partition("=") for word in value.split(",") if word.strip()]
-    return tuple(  # "==" is how pip writes it
-        sorted((library.strip(), version.lstrip("=").strip()) for library, _, version in pairs)
-    )
+    """A click callback: comma list of library=version, and of a date for all of its day."""
+    words = [word.strip() for word in value.split(",") if word.strip()]
+    dates = [word for word in words if is_date(word)]
+    stated: dict[str, str] = {}
+    said = []
+    for date in dates:
+        installed = installed_in(date)
+        said.append(f"libraries: {date}: {', '.join(map(' '.join, installed.items()))}")
+        stated |= installed
+    ctx.meta[DATES] = said
+    for library, _, version in (word.partition("=") for word in words if word not in dates):
+        stated[library.strip()] = version.lstrip("=").strip()  # "==" is how pip writes it
+    return tuple(sorted(stated.items()))
 
 
 def image_size(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from whichlora.cli.options import (
+    DATES,
     Count,
     Number,
     choices,
@@ -291,8 +292,9 @@ _SETTINGS = (
         "--libraries",
         default="",
         callback=versions,
-        help="Versions that are not the current ones, such as transformers=4.44.2,torch=2.1.1; "
-        "older code keeps other tensors.",
+        help="Versions that are not the current ones, such as transformers=4.44.2,torch=2.1.1, or "
+        "a month for the newest of its first day, such as 2024-05; older code keeps other "
+        "tensors.",
     ),
 )
 
@@ -450,7 +452,8 @@ def _with_other_names(
     trains = set(phases) != {"inference"}
     trainers = ctx.params.get("trainer") or () if trains else ()
     of_engines = map(serving.other_name_note, engines)
-    notes = tuple(filter(None, (*of_engines, *map(other_name_note, trainers))))
+    of_trainers = map(other_name_note, trainers)
+    notes = tuple(filter(None, (*ctx.meta.get(DATES, ()), *of_engines, *of_trainers)))
     return replace(said, notes=(*said.notes, *notes)) if notes else said
 
 

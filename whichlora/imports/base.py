@@ -56,6 +56,7 @@ class Imported:
         shows_images: its keys or its model have to do with images, so that its rows have some.
         is_lower_bound: something that is assumed away takes memory.
         keys: of the file, by the setting that each alone says.
+        oldest: month whose releases take all that a script of older ones asks for; empty for none.
     """
 
     path: str
@@ -70,6 +71,7 @@ class Imported:
     shows_images: bool = False
     is_lower_bound: bool = False
     keys: Mapping[str, FileKey] = field(default_factory=dict)
+    oldest: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -141,6 +143,7 @@ class Keys:
         self.saying: dict[str, FileKey] = {}  # by setting
         self.eval_batch_size = 0
         self.is_lower_bound = False
+        self.oldest = ""
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -500,6 +503,7 @@ class Tool:
             shows_images=keys.show_images(launch.environment, settings["model"]),
             is_lower_bound=keys.is_lower_bound,
             keys=keys.saying,
+            oldest=keys.oldest,
         )
 
     def has_no_effect(self, name: str) -> bool:

@@ -6,10 +6,11 @@ made for, so that its run is one of older ones, with their defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora.imports.base import Keys, Launch
+from whichlora.spec.releases import by_month
 from whichlora.spec.versions import Libraries, release_numbers
 from whichlora.trainers import Trainer
 from whichlora.trainers.trl import LIBRARY
@@ -58,6 +59,20 @@ _PAIRS = (
     ("0.12.2", "4.46.0", "4.46.3"),
     ("0.11.4", "4.40.0", "4.45.2"),
 )
+# Classes, and arguments of them → the first release that has them; of others, the first that was
+# read: TRL's trainers of 0.8.6, transformers 4.31. Source: files of TRL's tags; transformers 4.41
+# and 4.46 `TrainingArguments`, `Trainer`.
+_FIRST = {"trl": "0.8.6", "transformers": "4.31.0"}
+_SINCE: Mapping[str, Mapping[str, str]] = {
+    "SFTConfig": {"trl": "0.9.3"},
+    "DPOConfig": {"trl": "0.9.3"},
+    "GRPOConfig": {"trl": "0.14.0"},
+    "GRPOTrainer": {"trl": "0.14.0"},
+    "processing_class": {"trl": "0.12.0", "transformers": "4.46.0"},
+    "steps_per_generation": {"trl": "0.18.0"},
+    "vllm_mode": {"trl": "0.18.0"},
+    "eval_strategy": {"transformers": "4.41.0"},
+}
 OLD_ARGUMENTS = frozenset({name for names in _TRAINERS.values() for name in names})
 _NEWEST_ASKS = "4.56.2"  # of transformers, TRL 1.9
 
@@ -86,9 +101,27 @@ def written_for(
         keys.assumed += [what] if what else []
         return launch, {}
     older = _releases(now, asked, uses_trl=trainer.library == LIBRARY)
-    shown = ",".join(f"{name}={version}" for name, version in older.items())
+    shown = ",".join(map("=".join, older.items()))
     keys.assumed.append(f"{what}; predicted as --libraries {shown}, which take it")
+    keys.oldest = _oldest(keys, (name, arguments), older)
     return replace(launch, libraries=replace(now, **older)), older
+
+
+def _oldest(keys: Keys, classes: Iterable[str], newest: Mapping[str, str]) -> str:
+    """The first month whose releases have all that is asked, where they are before `newest`."""
+    asked = {*classes, *(name for name in _SINCE if name in keys or name in keys.under("Trainer"))}
+    firsts = [_FIRST, *(_SINCE.get(name, {}) for name in asked)]
+    for month, installed in by_month().items():
+        numbers = {library: release_numbers(installed[library]) for library in newest}
+        has_all = all(
+            numbers[library] >= release_numbers(each.get(library, "0"))
+            for each in firsts
+            for library in newest
+        )
+        if has_all:
+            is_older = all(numbers[name] < release_numbers(newest[name]) for name in newest)
+            return month if is_older else ""
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,8 +128,8 @@ def least_batch(run: RunConfig) -> int:
     Kind: exact. Source: TRL 1.16 `GRPOConfig.__post_init__`: `generation_batch_size` is a multiple
     of `num_generations`, and the batch times GPUs times steps_per_generation.
     """
-    answers = _number(run, _GENERATIONS)
-    return answers // math.gcd(answers, _number(run, _STEPS) * run.parallel.gpus)
+    answers = _GENERATIONS.whole(run.trainer_options)
+    return answers // math.gcd(answers, _micro_steps(run) * run.parallel.gpus)
 
 
 def _keeps_base(run: RunConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +42,7 @@ from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards, serve_on_cards
 from whichlora.predict.unknown_storage import with_unknown_storage
 from whichlora.predict.ways_out import ways_out
-from whichlora.predict.words import describe, headline
+from whichlora.predict.words import FITS, describe, headline
 from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.costs import RunningCost
@@ -56,10 +57,12 @@ from whichlora.store import hub, models
 from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus, require_one_limit
 from whichlora.store.hub import load_model
+from whichlora.units import format_bytes
 from whichlora.workflow.combinations import by_number, combinations, with_cards
 from whichlora.workflow.evaluation import at_least, with_evaluation, with_uncounted
-from whichlora.workflow.whole_training import Data, with_training
+from whichlora.workflow.whole_training import Data, OlderReleases, with_training
 
+_OTHER_ANSWER = 0.05  # of the bytes, from which a note names what other releases take
 MOST_COMPARED = 12  # predictions beside which those of the trainers' own defaults are made
 
 
@@ -273,6 +276,7 @@ def estimate_grid(
     *,
     is_lower_bound: bool = False,
     keys: Mapping[str, FileKey] | None = None,
+    older: OlderReleases | None = None,
     **options: Any,
 ) -> Answers[Prediction]:
     """`estimate` of every combination of `settings`; a target may state its number: "2x3090".
@@ -280,6 +284,7 @@ def estimate_grid(
     Args:
         is_lower_bound: something that notes name is not counted, so that nothing surely fits.
         keys: of the user's file, by the setting that each alone says.
+        older: other releases that take the files, which a note compares.
 
     Raises:
         ConfigError: as `estimate`, or settings that exclude each other.
@@ -290,9 +295,45 @@ def estimate_grid(
     ]
     predictions = [prediction for answers in of_numbers for prediction in answers]
     predictions = with_ways_out(predictions, options.get("calibration_dir"), keys)
+    if older is not None:
+        predictions = _beside_older(predictions, older, gpus, options)
     return Answers(
         map(at_least, predictions) if is_lower_bound else predictions,
         (refused for answers in of_numbers for refused in answers.refused),
+    )
+
+
+def _beside_older(
+    predictions: list[Prediction],
+    older: OlderReleases,
+    gpus: Sequence[str],
+    options: Mapping[str, Any],
+) -> list[Prediction]:
+    """`predictions`, and what `older` makes of each, where that is another answer."""
+    others: Sequence[Prediction] = ()
+    with contextlib.suppress(ConfigError):
+        others = [
+            other
+            for grid, types in by_number(older.settings, gpus)
+            for other in estimate(
+                combinations(with_cards(grid, types)), types, **{**options, "notes": ()}
+            )
+        ]
+    if len(others) != len(predictions):
+        return predictions
+    return [
+        replace(each, notes=(*each.notes, *_older_note(each, other, older)))
+        for each, other in zip(predictions, others, strict=True)
+    ]
+
+
+def _older_note(newer: Prediction, other: Prediction, older: OlderReleases) -> tuple[str, ...]:
+    before, after = (each.memory.device_used_bytes for each in (other, newer))
+    if other.verdict == newer.verdict and abs(before - after) < _OTHER_ANSWER * after:
+        return ()
+    return (
+        f"{older.path}: older releases take it, too: with those of {older.month} (--libraries "
+        f"{older.month}) {format_bytes(before)}, which {FITS[other.verdict]}",
     )
 
 

@@ -11,11 +11,12 @@ from whichlora.imports import Imported, import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.methods import list_methods
 from whichlora.parallel import strategy_options
+from whichlora.spec.releases import installed_in
 from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import number_in
 from whichlora.workflow.file_images import leaves_images_out, with_file_images
-from whichlora.workflow.whole_training import FromFiles
+from whichlora.workflow.whole_training import FromFiles, OlderReleases
 
 # Settings of the files that go with another one, and fall where the user gives that one.
 _WITH = {
@@ -99,7 +100,27 @@ def with_files(
         stated=frozenset({*imported.settings, *stated}),
         is_lower_bound=imported.is_lower_bound or leaves_images_out(merged, imported, of_images),
         keys={name: key for name, key in imported.keys.items() if name not in stated},
+        older=_older(paths, settings, stated, targets, imported),
     )
+
+
+def _older(
+    paths: Sequence[Path],
+    settings: Mapping[str, list[Any]],
+    stated: Collection[str],
+    targets: Sequence[str],
+    imported: Imported,
+) -> OlderReleases | None:
+    """The same files under the first releases that take them, where these are others."""
+    if not imported.oldest:
+        return None
+    libraries = [tuple(sorted(installed_in(imported.oldest).items()))]
+    beside = {**settings, "libraries": libraries}
+    try:
+        merged, _ = with_files(paths, beside, {*stated, "libraries"}, targets)
+    except ConfigError:  # what the formulas do not know of them
+        return None
+    return OlderReleases(path=imported.path, month=imported.oldest, settings=merged)
 
 
 def _left_open(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from whichlora.dataset.audio import PlayedClips
 from whichlora.dataset.base import data_format
@@ -40,6 +40,15 @@ MOST_SAMPLES = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OlderReleases:
+    """A script under the releases of `month`: `settings`, as `combinations.grid` takes them."""
+
+    path: str
+    month: str
+    settings: Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FromFiles:
     """What files of another tool say of a training beside the settings of a step.
 
@@ -51,6 +60,7 @@ class FromFiles:
         stated: names of the settings that they or the user give; None where nobody tells.
         is_lower_bound: its rows have images, which can't be counted.
         keys: of the file, by the setting that each alone says.
+        older: what the first releases that take a script of older ones make of it; None for none.
     """
 
     notes: tuple[str, ...] = ()
@@ -60,6 +70,7 @@ class FromFiles:
     epochs: float | None = None
     stated: frozenset[str] | None = None
     keys: Mapping[str, FileKey] = field(default_factory=dict)
+    older: OlderReleases | None = None
 
     def notes_of_step(self, run: RunConfig) -> tuple[str, ...]:
         """`notes`, and one of evaluations, for who predicts steps of `run` alone."""
