@@ -166,7 +166,7 @@ def refuse_copy(name: str) -> str:
 def _base_of_copy(name: str) -> tuple[StoredForm | None, str]:
     """How a quantised copy is stored, and the model it was made from; "" where that is unknown."""
     owner, _, own_name = name.rpartition("/")
-    copy = quantised(own_name, owner)
+    copy = quantised(own_name.replace("___", ".").rpartition("__")[2], owner)
     if copy is None:
         return None, ""
     form, base_name = copy
@@ -205,12 +205,12 @@ def named_by_path(path: str) -> str:
     """The hub id of the only model that the end of a path names; empty where there is none.
 
     The end is its last part, that with the organisation before it, or a folder of a cache:
-    `models--Qwen--Qwen3-8B` of the hub's, `Qwen/Qwen2___5-7B` of ModelScope's.
+    `models--Qwen--Qwen3-8B` of the hub's, `Qwen/Qwen2___5-7B` of ModelScope's, `Qwen__Qwen3-8B`.
     """
     parts = [part.replace("___", ".") for part in re.split(r"[/\\]+", path.strip()) if part]
     cached = [part.split("--")[1:] for part in parts if part.startswith("models--")]
     ends = [cached[-1][-2:]] if cached else [parts[-2:], parts[-1:]]
-    ends += [re.split(r"[._]", part, maxsplit=1) for part in parts[-1:]]  # Qwen.Qwen2.5-7B
+    ends += [re.split(r"__|[._]", part, maxsplit=1) for part in parts[-1:]]  # Qwen.Qwen2.5-7B
     for end in filter(None, ends):
         with contextlib.suppress(ConfigError):
             model = find_model("/".join(end))
