@@ -74,6 +74,14 @@ def test_nothing_is_looked_for_where_a_row_fits() -> None:
     assert not list(ways_out_lines(predictions))
 
 
+def test_a_run_that_may_fit_is_told_what_surely_does() -> None:
+    (prediction,) = estimate(MODEL, "3090", method="lora", seq_len=3584)
+    assert prediction.verdict == "undecided"
+    assert prediction.ways_out
+    for way in prediction.ways_out:
+        assert again(way, "3090", method="lora", seq_len=3584).verdict == "fits"
+
+
 def test_of_a_table_the_run_that_lacks_least_has_ways() -> None:
     predictions = estimate(MODEL, "8GB", method=["full", "lora"], seq_len=512)
     assert [bool(prediction.ways_out) for prediction in predictions] == [False, True]

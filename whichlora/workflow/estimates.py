@@ -342,7 +342,7 @@ def with_ways_out(
     calibration_dir: Path | None = None,
     keys: Mapping[str, FileKey] | None = None,
 ) -> list[Prediction]:
-    """`predictions`; where none fits, the one that lacks least says what would make it fit.
+    """`predictions`; where none surely fits, the one that lacks least says what makes it fit.
 
     Another card is one that the price table has: neither a laptop's nor a small computer's.
 
@@ -358,7 +358,7 @@ def with_ways_out(
         for prediction in predictions
         if prediction.run.phase == "finetune" and "+" not in prediction.gpu
     ]
-    if not known or any(prediction.verdict != "fails" for prediction in predictions):
+    if not known or any(prediction.verdict == "fits" for prediction in predictions):
         return list(predictions)
     least = min(known, key=lack)
     model, gpu = load_model(least.run.model), find_target(least.gpu)
