@@ -175,6 +175,14 @@ def test_either_word_of_offloading_is_both_under_fsdp() -> None:
         assert "offload: FSDP keeps optimizer and params on the host together" in one.notes
 
 
+def test_the_optimizer_of_older_releases_updates_on_the_host_too() -> None:
+    of_day = {"libraries": (("torch", "2.0.1"), ("transformers", "4.29.2"))}
+    prediction = predicted(
+        run_of("full", 4, {"optimizer": "adamw_hf", **of_day}, offload=("params",))
+    )
+    assert prediction.memory.breakdown["optimizer_states"] == 0
+
+
 def test_an_offloaded_update_reads_and_writes_the_shares_on_the_host() -> None:
     run = run_of("full", 4, offload=("optimizer", "params"))
     job = resolve(MODEL, run, GPU)

@@ -53,7 +53,8 @@ OFFLOAD = Option(
     default=(),
     choices=OFFLOADED,
 )
-_ON_HOST = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd")
+# adamw_hf: `AdamW.step` of transformers 4.28 is torch operators on each parameter, wherever it lies
+_ON_HOST = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adafactor", "sgd")
 _BACKENDS = "cuda:nccl,cpu:gloo"  # gloo sums the gradients' norm on the host
 _PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
 
