@@ -191,8 +191,9 @@ def test_the_least_batch_is_the_first_that_writes_whole_groups(
 
 
 def test_who_names_no_batch_gets_the_least_and_the_largest_is_a_multiple() -> None:
-    (run,) = grid({"model": [NAME], "trainer": ["grpo"], "batch_size": [USUAL]})
-    assert run.batch_size == 8
+    for said in ({}, {"batch_size": [USUAL]}):
+        (run,) = grid({"model": [NAME], "trainer": ["grpo"], **said})
+        assert run.batch_size == 8
     (run,) = grid({"model": [NAME], "trainer": ["sft"], "batch_size": [USUAL]})
     assert run.batch_size == 1
     most = largest_that_fits(MODEL, GRPO, A100, prior_calibration(A100), "batch_size")

@@ -169,7 +169,7 @@ def _run_of(chosen: Mapping[str, Any], phase: Phase) -> RunConfig:
         shared["optimizer"] = _optimizer(shared)
     if "r" in shared:
         shared = {"lora_alpha": usual_alpha(shared["r"]), **shared}
-    is_open = shared.get("batch_size") == USUAL
+    is_open = shared.get("batch_size", USUAL) == USUAL
     if is_open:
         shared["batch_size"] = 1
     run = with_task(RunConfig(phase=phase, **with_parallel(shared)))
