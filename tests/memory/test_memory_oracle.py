@@ -124,6 +124,30 @@ def test_an_adapter_of_the_head_peaks_as_predicted(family: str, settings: dict[s
     assert relative_error(*oracle.peak(one)) < 2 * STEP
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"precision": "bf16", "gradient_checkpointing": True},
+        {"precision": "bf16", "method": "qlora", "gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 2},
+        {"r": 64, "optimizer": "sgd", "seq_len": 8},
+        {"r": 64, "optimizer": "sgd", "seq_len": 8, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("family", "table"), [("llama", "embed_tokens"), ("gemma2", "embed_tokens"), ("gpt2", "wte")]
+)
+def test_an_adapter_of_the_token_table_peaks_as_predicted(
+    family: str, table: str, settings: dict[str, Any]
+) -> None:
+    """Of 64 ranks and 8 tokens the gradient of A, which is laid out anew, decides."""
+    one = oracle.case(family, target_modules=("attention", table), **settings)
+    assert relative_error(*oracle.peak(one)) < 2 * STEP
+
+
 @pytest.mark.parametrize(
     "settings",
     [

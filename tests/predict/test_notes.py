@@ -138,3 +138,10 @@ def test_int8_without_reentrant_checkpoints_is_told_what_holds_its_inputs() -> N
     settings["quant"] = "nf4-dq"
     (four_bit,) = estimate("Qwen/Qwen2.5-7B", "24GB", **settings)
     assert not any("--use-reentrant" in note for note in four_bit.notes)
+
+
+@pytest.mark.parametrize(("model", "said"), [(LLAMA, True), (MIXTRAL, False)])
+def test_an_adapter_of_a_table_that_is_the_head_is_noted(model: str, said: bool) -> None:
+    """SmolLM's table is tied, Mixtral's is not."""
+    made = notes(model, target_modules=("q_proj", "embed_tokens"))
+    assert ("PEFT adapts the look-up alone" in made) == said

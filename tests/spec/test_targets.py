@@ -11,6 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.families.experts import with_named_experts
 from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import (
     adapted,
@@ -50,7 +51,9 @@ def test_groups_and_names_add_up() -> None:
 
 
 def test_a_name_that_no_layer_has_lists_those_it_has() -> None:
-    with pytest.raises(ConfigError, match=r"'c_attn' is no linear layer of .*down_proj, gate_proj"):
+    with pytest.raises(
+        ConfigError, match=r"'c_attn' is no linear layer of .*down_proj, embed_tokens"
+    ):
         resolve_targets(model(), ("c_attn",))
 
 
@@ -217,9 +220,26 @@ def test_one_projection_is_enough_for_unsloth() -> None:
     assert asked_names(spec, ("gate_up_proj",)) == ("gate_proj", "up_proj")
 
 
-def test_the_embedding_is_no_target_and_the_answer_says_what_is() -> None:
-    with pytest.raises(ConfigError, match=r"embed_tokens' is not predicted; .* modules_to_save"):
-        resolve_targets(model(), ("q_proj", "embed_tokens"))
+def test_the_token_table_is_a_target_where_its_name_is_given() -> None:
+    assert resolve_targets(model(), ("q_proj", "embed_tokens")) == ("embed_tokens", "q_proj")
+    assert "embed_tokens" not in resolve_targets(model(), ("all-linear",))
+    ((table, count),) = adapted_linears(model(), ("embed_tokens",))
+    assert (table.in_features, table.out_features, count) == (128256, 4096, 1)
+    assert not table.is_stored_in("nf4")
+
+
+def test_an_adapter_of_the_token_table_is_refused_where_nobody_has_looked() -> None:
+    config = RunConfig(model="meta-llama/Meta-Llama-3-8B", target_modules=("embed_tokens",))
+    refused: dict[str, dict[str, Any]] = {
+        "method dora; use method lora": {"method": "dora"},
+        "modules_to_save of its name; use one": {"modules_to_save": ("embed_tokens",)},
+        "serve as-trained; use merged": {"phase": "inference", "serve": "as-trained"},
+        "method options; leave them out": {"method_options": (("init_lora_weights", "pissa"),)},
+        "what divides the model": {"parallel": ParallelConfig(gpus=2, strategy="fsdp")},
+    }
+    for reason, settings in refused.items():
+        with pytest.raises(ConfigError, match=f"'embed_tokens' is not predicted with {reason}"):
+            resolve(model(), replace(config, **settings), find_gpu("a100-sxm-80gb"))
 
 
 def test_the_head_is_a_target_where_its_name_is_given() -> None:

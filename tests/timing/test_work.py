@@ -281,6 +281,25 @@ def test_flops_are_those_that_pytorch_counts(
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_save": ("embed_tokens", "lm_head")},
+        {"target_modules": ("q_proj", "v_proj", "embed_tokens", "lm_head")},
+    ],
+    ids=str,
+)
+def test_flops_around_the_layers_are_those_that_pytorch_counts(settings: dict[str, Any]) -> None:
+    """A table is looked up, a copied head has one product more, and no checkpoint has them."""
+    config = TINY["llama"] | {"model_type": "llama", "vocab_size": 4000}
+    plain = tiny_run("lora", gradient_checkpointing=True)
+    plain = replace(plain, target_modules=("q_proj", "v_proj"))
+    without, beside = (job_of(replace(plain, **changed), config) for changed in ({}, settings))
+    predicted = training(beside).product_flops - training(without).product_flops
+    assert predicted == counted(config, beside)[0] - counted(config, without)[0]
+
+
+@pytest.mark.oracle
 @pytest.mark.parametrize(("method", "tolerance"), [("full", 1e-12), ("lora", 0.04)])
 def test_flops_of_a_loop_over_tokens_are_in_sum_those_that_pytorch_counts(
     method: str, tolerance: float

@@ -18,7 +18,7 @@ _TENSOR_HEADER_BYTES = 128
 _RECORD_HEADER_BYTES = 275
 # An adapter of it brings the frozen weight itself into the file: `EMBEDDING_LAYER_NAMES` of peft
 # 0.21.2, `save_embedding_layers` "auto" of `get_peft_model_state_dict`.
-_SAVED_WITH_ADAPTER = frozenset({"lm_head"})
+_SAVED_WITH_ADAPTER = frozenset({"embed_tokens", "lm_head"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,11 @@ def checkpoint_bytes(
     """
     stored = gradient_bytes(tensor for tensor in tensors if tensor.is_stored)
     stored = stored + frozen_outer_bytes(model, method, dtypes)
-    if model.head is not None and model.head.name in _SAVED_WITH_ADAPTER.intersection(targets):
+    whole = _SAVED_WITH_ADAPTER.intersection(targets)
+    if model.head is not None and model.head.name in whole:
         stored = stored + model.head.num_weights * dtypes.head_bytes
+    if model.embeddings[0].name in whole:
+        stored = stored + model.embeddings[0].num_elements * dtypes.embedding_bytes
     if method.trains_base:
         # `state_dict` leaves out buffers with `persistent=False`, such as `inv_freq` of a rotary
         # table

@@ -30,6 +30,7 @@ def outside_saved(
     embeddings_need_grad: bool,
     after_layers: bool,
     in_encoder: bool = False,
+    has_leaf: bool = False,
     joins_rows: bool = False,
     has_points: bool = False,
 ) -> list[Tensor]:
@@ -38,6 +39,7 @@ def outside_saved(
     Args:
         after_layers: true until the backward reaches the last layer.
         in_encoder: the backward is in the first of two stacks; the decoder's tensors are freed.
+        has_leaf: the looked-up rows are a leaf of the graph.
         joins_rows: other rows are put before the looked-up ones.
         has_points: `label_points` has the last norms, the head and its loss.
         embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
@@ -69,11 +71,7 @@ def outside_saved(
     if dtypes.trains_base and after_layers and has_head:
         # the gradient of a trained weight reads the input: `mm` in derivatives.yaml
         saved.append(per_token("head: input", dtypes.compute_bytes, hidden, "hidden_size"))
-    elif (
-        not dtypes.trains_base
-        and embeddings_need_grad
-        and (joins_rows or _embeds_in_steps(model, dtypes))
-    ):
+    elif has_leaf and (joins_rows or _embeds_in_steps(model, dtypes)):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
         rows = (1 + model.has_two_stacks) * model.embeddings[0].width
         saved.append(per_token("looked-up embeddings", dtypes.embedding_bytes, rows, "hidden_size"))

@@ -96,6 +96,7 @@ def cached_params(
     total: Count = 0 * r
     for linear, count in adapted_linears(model, targets):
         is_cached = linear.active > 0 and (linear.is_module or not modules_only)
+        is_cached = is_cached and not linear.looked_up  # `with_adapter` of token_embeddings.py
         for rows, width in shapes(linear, r):
             total = total + count * linear.count * rows * width * is_cached
     for shared in method.shared_tensors(adapted_linears(model, targets), r):

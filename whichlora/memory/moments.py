@@ -597,8 +597,14 @@ TABLE_GRADIENT = Fact(
 
 
 def table_moment(step: TrainingStep) -> dict[str, Entries]:
-    """At the end of a later micro-step's backward, at a table that is no head."""
-    if not step.accumulates or step.tied_gradients_wait or not step.table_gradient:
+    """At the end of the backward, at a table that is no head, or at the adapter of one.
+
+    A gradient of all rows is there beside the one that it is added to. That of an adapter's A is a
+    transposed view, which is copied where there is none yet: `AccumulateGrad`, case 1.3.
+    """
+    whole = step.table_gradient * (step.accumulates and not step.tied_gradients_wait)
+    made = whole + step.looked_up_gradient
+    if not (step.adapts_table or whole):
         return {}
     entries = (
         *step.static,
@@ -606,7 +612,7 @@ def table_moment(step: TrainingStep) -> dict[str, Entries]:
         held_outputs(step),
         Entry(ALL_GRADIENTS, step.all_gradients),
         step.late_remainders,
-        Entry(TABLE_GRADIENT, step.table_gradient + 0 * step.tokens),
+        Entry(TABLE_GRADIENT, made + 0 * step.tokens),
     )
     return {"table_backward": entries}
 

@@ -40,13 +40,21 @@ from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, floor_div, largest
 from whichlora.spec.run import RunConfig
-from whichlora.spec.targets import adapted, adapted_linears, adapts_head, tower_linears
+from whichlora.spec.targets import (
+    adapted,
+    adapted_linears,
+    adapts_head,
+    adapts_table,
+    token_table,
+    tower_linears,
+)
 from whichlora.symbolic.altup import StreamPoints, expanding_points, merging_points
-from whichlora.symbolic.autograd import LAYER_INPUT
+from whichlora.symbolic.autograd import LAYER_INPUT, SavedTensor
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.symbolic.language_head import LabelPoints, label_points
 from whichlora.symbolic.layer import stream_bytes
 from whichlora.symbolic.linear_form import LinearForm, most
+from whichlora.symbolic.token_embeddings import saved_by_table
 from whichlora.trainers.base import LogitsLoss, Trainer
 
 
@@ -485,6 +493,7 @@ class TrainingStep:
         trains_before = self.method.trains_base or trains_embedding or self.model.continues
         method = self.method
         trains_before = trains_before or bool(method.virtual_tokens) or method.copies_table
+        trains_before = trains_before or self.adapts_table
         return trains_before or self.hooks_inputs
 
     @property
@@ -510,6 +519,8 @@ class TrainingStep:
         if self.method.copies_table:
             return 0
         if any(tensor.is_embedding for tensor in self.saved_modules):
+            return 0
+        if self.adapts_table:  # the hook is on PEFT's layer, which returns a sum
             return 0
         return self.model.embeddings[0].width * self.dtypes.embedding_bytes
 
@@ -549,6 +560,10 @@ class TrainingStep:
         return tuple(listed_tensors(saved, 1, r=self.r, **self.sized))
 
     @property
+    def _saved_by_table(self) -> tuple[SavedTensor, ...]:
+        return saved_by_table(self.model, self.dtypes, self.method, self.targets)
+
+    @property
     def _saved_before_layers(self) -> tuple[Tensor, ...]:
         """What makes the inputs of all layers, and several states; both read the looked-up rows."""
         inputs = layer_inputs_saved(self.layer_inputs, r=self.r, **self.sized)
@@ -576,12 +591,14 @@ class TrainingStep:
                 embeddings_need_grad=self.needs_grad,
                 after_layers=after_layers,
                 in_encoder=in_encoder and bool(self.second_stack),
-                joins_rows=bool(self.method.virtual_tokens) and bool(self.leaf_embedding_bytes),
+                has_leaf=bool(self.leaf_embedding_bytes),
+                joins_rows=bool(self.method.virtual_tokens),
                 has_points=self.label_points is not None,
             ),
             self._padding_around(in_encoder=in_encoder),
             *(head if after_layers else ()),
             *self._saved_before_layers,
+            *listed_tensors(self._saved_by_table, 1, r=self.r, **self.sized),
             *(self._saved_by(self.merging) if after_layers else ()),
         )
         return Group(where="around the layers", tensors=tensors, **self.sized)
@@ -596,6 +613,7 @@ class TrainingStep:
             self.targets,
             self.dtypes,
             embeddings_need_grad=self.needs_grad,
+            has_leaf=bool(self.leaf_embedding_bytes),
             after_layers=not in_encoder,
         )
         run_on = layer.padded(**self.sized)[0]
@@ -630,6 +648,11 @@ class TrainingStep:
             trains_head=bool(self.head_gradient),
             widens_outputs=self.trainer.widens_outputs,
         )
+
+    @property
+    def adapts_table(self) -> bool:
+        """Whether the token table has an adapter."""
+        return adapts_table(self.model, self.targets)
 
     @property
     def adapts_head(self) -> bool:
@@ -973,6 +996,9 @@ class TrainingStep:
         # `embedding_dense_backward` of torch 2.13 makes a gradient of all rows of the table,
         # however few of them the batch has
         size = gradient_bytes(module for module in self.saved_modules if module.is_embedding)
+        if self.adapts_table:
+            table = token_table(self.model)
+            size = size + self.method.gradient_bytes(table, self.dtypes, self.r)
         if self.method.trains_base:
             looked_up = self.model.embeddings[int(self.model.head_tied) :]
             trained = sum(table.num_params for table in looked_up if table.trains)
@@ -986,6 +1012,14 @@ class TrainingStep:
             table = self.model.embeddings[0]
             return table.num_params * self.param_bytes * table.trains
         return int(gradient_bytes(module for module in self.saved_modules if module.is_embedding))
+
+    @property
+    def looked_up_gradient(self) -> Count:
+        """That of the factor whose rows an adapter of the token table looks up."""
+        if not self.adapts_table:
+            return 0
+        (rows, width), _ = self.method.adapter_shapes(token_table(self.model), self.r)
+        return rows * width * self.dtypes.adapter_bytes
 
     @cached_property
     def first_stack_gradients(self) -> Count:

@@ -36,7 +36,7 @@ from whichlora.memory.tower_events import (
 )
 from whichlora.spec.architecture import Embedding, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.layer import Layer, Linear
-from whichlora.spec.targets import adapted
+from whichlora.spec.targets import adapted, token_table
 from whichlora.symbolic.language_head import head_events, stack_end_events
 from whichlora.symbolic.layer import layer_events, stream_bytes
 from whichlora.symbolic.token_embeddings import embedding_events
@@ -114,7 +114,13 @@ class StepEvents(TowerPlayer):
             (self._adapters(adapted(layer, step.targets)), times)
             for layer, times in repeated(self.layers)
         )
-        return (*self._tower_adapters(), *of_layers, (list(step.saved_modules), 1))
+        table = [token_table(step.model)] if step.adapts_table else []
+        return (
+            *self._tower_adapters(),
+            (self._adapters(table), 1),
+            *of_layers,
+            (list(step.saved_modules), 1),
+        )
 
     def _tower_adapters(self) -> Iterator[tuple[list[Trained], int]]:
         tower = self.tower
@@ -363,7 +369,7 @@ class StepEvents(TowerPlayer):
             seen.append(done)
             return [self.list.born(step.tokens * step.model.hidden_size * PLACE_BYTES)]
 
-        rows, stream, embedded = self._embed(step, look)
+        rows, stream, embedded = self._embed(step, look, accumulated=accumulated)
         around = self._shared(step)
         unnamed = self.list.born(step.unnamed_mask_bytes)
         instances: list[Instance] = []
@@ -446,13 +452,18 @@ class StepEvents(TowerPlayer):
         self._named = None
 
     def _embed(
-        self, step: TrainingStep, look: Callable[[], list[int]]
+        self, step: TrainingStep, look: Callable[[], list[int]], *, accumulated: bool
     ) -> tuple[int, int, Instance | None]:
         """Look the tokens up, as of `_embedded`."""
         model = step.model
         size = rounded(step.tokens * model.embeddings[0].width * step.dtypes.embedding_bytes)
         events = embedding_events(
-            model, step.dtypes, step.method, step.targets, needs_grad=step.needs_grad
+            model,
+            step.dtypes,
+            step.method,
+            step.targets,
+            needs_grad=step.needs_grad and not step.adapts_table,  # what its adapter adds does
+            accumulated=accumulated,
         )
         block = None
         if events is not None:

@@ -280,6 +280,7 @@ class Method:
             rows, whose gradients have all rows.
         outer_tensors: what it trains outside of the layers.
         adapts_head: its operators are those of any `nn.Linear` where that is what makes logits.
+        adapts_table: PEFT's layer around a token table looks up A, and multiplies with B.
         find_targets: names in a model that the method trains in place of linear layers, told
             `target_modules`: norms by their names, or none.
         names_targets: it groups matrices by the names in `target_modules`, so that it is told
@@ -349,6 +350,7 @@ class Method:
     checkpoints: bool = True
     copies_table: bool = False
     adapts_head: bool = False
+    adapts_table: bool = False
     outer_tensors: Callable[[ModelSpec], tuple[OuterTensor, ...]] = _nothing_outside
     find_targets: Callable[[ModelSpec, tuple[str, ...]], tuple[str, ...]] | None = None
     names_targets: bool = False

@@ -185,6 +185,7 @@ def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
 
 METHOD = replace(
     lora.METHOD,
+    adapts_table=False,
     name="dora",
     options=(),
     with_options=lambda run: {},

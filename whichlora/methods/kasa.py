@@ -72,6 +72,7 @@ def read_peft(config: Any) -> Mapping[str, Any] | None:
 
 METHOD = replace(
     lora.METHOD,
+    adapts_table=False,
     name="kasa",
     summary="LoRA with a factor per rank, on weights without their smallest directions",
     peft_config=peft_config,

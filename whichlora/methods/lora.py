@@ -324,6 +324,7 @@ METHOD = Method(
     read_peft=read_peft,
     parameter_prefix="lora_",
     adapts_head=True,
+    adapts_table=True,
     adapter_shapes=low_rank_shapes,
     forward=forward,
     folded=folded,

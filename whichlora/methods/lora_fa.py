@@ -52,6 +52,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
 
 METHOD = replace(
     lora.METHOD,
+    adapts_table=False,
     name="lora-fa",
     summary="LoRA with A frozen, and an optimizer that projects the gradient of B",
     optimizer="lora_fa",

@@ -39,6 +39,7 @@ def _with_start(name: str, start: str, reads: str) -> Method:
 
     return replace(
         lora.METHOD,
+        adapts_table=False,
         name=name,
         summary=f"LoRA that starts from {reads}",
         peft_config=peft_config,

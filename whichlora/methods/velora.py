@@ -163,6 +163,7 @@ def read_peft(config: Any) -> Mapping[str, Any] | None:
 
 METHOD = replace(
     lora.METHOD,
+    adapts_table=False,
     name="velora",
     summary="LoRA that keeps compressed inputs for the gradient of A",
     peft_config=peft_config,

@@ -17,7 +17,7 @@ from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import Real
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
-from whichlora.spec.targets import all_linears
+from whichlora.spec.targets import adapts_table, all_linears
 from whichlora.spec.versions import changes_nothing
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
 from whichlora.units import format_bytes
@@ -137,6 +137,12 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if idle := [name for name, _ in run.libraries if changes_nothing(name)]:
         notes.append(f"libraries: no formula asks for the version of {', '.join(idle)}")
     notes += _passed_over_in_words(job)
+    if job.model.head_tied and adapts_table(job.model, job.targets):
+        # Source: peft 0.21.2 `BaseTuner.inject_adapter`, its warning on tied target modules
+        notes.append(
+            f"target_modules: {job.model.embeddings[0].name} is the head's weight, too: PEFT "
+            "adapts the look-up alone, and a merge changes both"
+        )
 
     if run.phase == "finetune" and "r" not in job.method.ignores:
         notes += _beyond_every_rank(job)

@@ -88,6 +88,7 @@ class Linear:
         clamps_weight: training clamps its weight, which packed weights refuse (Gemma 3n).
         casts_input: the class casts what it reads to the dtype of its weight, which is that of
             bytes where 4 bits are packed.
+        looked_up: ids pick its rows, so that its adapter has one product, not two.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Linear:
     clamped: bool = False
     clamps_weight: bool = False
     casts_input: bool = False
+    looked_up: bool = False
 
     @property
     def rank_multiple(self) -> int:

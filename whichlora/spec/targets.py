@@ -48,9 +48,30 @@ def _language_head(model: ModelSpec) -> tuple[Linear, ...]:
     return () if model.head is None else (replace(model.head, quantisable=False),)
 
 
+def token_table(model: ModelSpec) -> Linear:
+    """The token table as the matrix that PEFT's adapter of it makes: from ids to a row.
+
+    Source: peft 0.21.2 `lora.Embedding.update_layer`: A is [r, rows], B is [width, r].
+    """
+    table = model.embeddings[0]
+    return Linear(
+        name=table.name,
+        in_features=table.rows,
+        out_features=table.width,
+        reads="input_ids",
+        quantisable=False,
+        looked_up=True,
+    )
+
+
+def _taken_by_name(model: ModelSpec) -> tuple[Linear, ...]:
+    """What "all-linear" leaves out."""
+    return (*_language_head(model), token_table(model))
+
+
 def linears_around(model: ModelSpec) -> tuple[Linear, ...]:
-    """The matrices outside of the layers that can take an adapter."""
-    return (*model.outer_linears, *_language_head(model), *tower_linears(model))
+    """What is outside of the layers and can take an adapter."""
+    return (*model.outer_linears, *_taken_by_name(model), *tower_linears(model))
 
 
 def adapts_head(model: ModelSpec, targets: tuple[str, ...]) -> bool:
@@ -58,14 +79,19 @@ def adapts_head(model: ModelSpec, targets: tuple[str, ...]) -> bool:
     return any(head.name in targets for head in _language_head(model))
 
 
+def adapts_table(model: ModelSpec, targets: tuple[str, ...]) -> bool:
+    """Whether the token table gets an adapter."""
+    return model.embeddings[0].name in targets
+
+
 def resolve_targets(
     model: ModelSpec, target_modules: tuple[str, ...], *, modules_only: bool = False
 ) -> tuple[str, ...]:
     """Leaf names that `target_modules` means for `model`, sorted.
 
-    "all-linear" is every matrix that PEFT adapts, the output head left out, which is adapted where
-    its name is given; "attention" is the
-    projections of the attention blocks; "default" is what PEFT adapts where nobody names any.
+    "all-linear" is every matrix that PEFT adapts, but for the output head and the token table,
+    which are adapted where their names are given; "attention" is the projections of the attention
+    blocks; "default" is what PEFT adapts where nobody names any.
     Names that no layer has are passed over beside others, as PEFT does (`unmatched_targets`). A
     pattern of whole names begins with "re:".
 
@@ -85,7 +111,7 @@ def resolve_targets(
         if target == DEFAULT_TARGETS:
             names |= set(_defaults_of(model))
         elif target == ALL_LINEAR:
-            names |= candidates.keys() - {each.name for each in _language_head(model)}
+            names |= candidates.keys() - {each.name for each in _taken_by_name(model)}
         elif target == ATTENTION:
             names |= _of_attention(model)
         elif target.startswith(PATTERN):
@@ -93,7 +119,7 @@ def resolve_targets(
         elif found := _named(model, target, candidates):
             _check_parts(target, found, target_modules)
             names.add(found.name)
-        elif target == model.embeddings[0].name or _is_elsewhere(model, target, candidates):
+        elif _is_elsewhere(model, target, candidates):
             raise ConfigError(
                 f"target_modules: an adapter of {target!r} is not predicted; leave it out, or "
                 "train it as a whole with modules_to_save"

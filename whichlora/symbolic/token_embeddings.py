@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import Tape, Tensor
+from whichlora.spec.targets import adapts_table, token_table
+from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
 from whichlora.symbolic.layer import BlockEvents, block_events
 from whichlora.symbolic.linear_form import per_token
 from whichlora.symbolic.operators import OpEmitter
+
+
+def with_adapter(code: OpEmitter, model: ModelSpec, rows: Tensor) -> Tensor:
+    """The looked-up rows, and those of A, times B and scaled, added to them.
+
+    The factors are read as transposed views, which autocast casts anew and does not cache.
+
+    Source: peft 0.21.2 `lora.Embedding.forward`, line 1204; torch 2.13 `cached_cast`.
+    """
+    tape, dtypes, table = code.tape, code.dtypes, token_table(model)
+    a = tape.weight(code.per_rank(table.in_features), dtypes.adapter_bytes, trained=True)
+    b = tape.weight(code.per_rank(table.out_features), dtypes.adapter_bytes, trained=True)
+    inner = code.autocast(tape.op([a], code.rows.of_rank(1), dtypes.adapter_bytes, picks=True))
+    narrow = code.autocast(b)
+    product = tape.op(
+        [inner, narrow],
+        per_token(table.out_features),
+        inner.size,
+        saves=[inner, narrow],
+        reshapes=True,
+        what=f"{table.name}: B·A·x",
+    )
+    return code.cast(code.add(rows, code.scale(product)), rows.size)
+
+
+@lru_cache(maxsize=512)
+def saved_by_table(
+    model: ModelSpec, dtypes: Dtypes, method: Method, targets: tuple[str, ...]
+) -> tuple[SavedTensor, ...]:
+    """What an adapter of the token table keeps to its backward; nothing where there is none.
+
+    Kind: exact. Source: `with_adapter`.
+    """
+    if not adapts_table(model, targets):
+        return ()
+    tape = Tape()
+    width = model.embeddings[0].width
+    rows = tape.input(per_token(width), dtypes.embedding_bytes, needs_grad=True)
+    with_adapter(OpEmitter(tape, dtypes, targets, method), model, rows)
+    return tape.saved_tensors()
 
 
 def embed(code: OpEmitter, model: ModelSpec, rows: Tensor) -> Tensor:
@@ -19,6 +62,8 @@ def embed(code: OpEmitter, model: ModelSpec, rows: Tensor) -> Tensor:
     """
     tape, dtypes = code.tape, code.dtypes
     x = rows
+    if adapts_table(model, code.targets):
+        x = with_adapter(code, model, x)
     if model.embeds_in_steps:
         x = code.scale(x)
     if model.head_linears:
@@ -47,11 +92,13 @@ def embedding_events(
     targets: tuple[str, ...],
     *,
     needs_grad: bool,
+    accumulated: bool = False,
 ) -> BlockEvents | None:
     """What happens to the looked-up rows; None where the first layer reads them as they are.
 
     Args:
         needs_grad: the rows do.
+        accumulated: parameters have gradients of earlier micro-steps.
 
     Kind: exact, as the tape is. Source: `embed`.
     """
@@ -63,4 +110,4 @@ def embedding_events(
     if result.storage == rows.storage:
         return None
     tape.returns(result)
-    return block_events(tape)
+    return block_events(tape, accumulated=accumulated)

@@ -8,6 +8,7 @@ from functools import partial
 
 from whichlora.memory import weights
 from whichlora.memory.embeddings import ENCODER_OUT
+from whichlora.memory.gradients import saved_modules
 from whichlora.memory.optimizer import Update, update_bytes, update_flops, update_launches
 from whichlora.methods.base import AdapterWork, Method
 from whichlora.spec.architecture import ModelSpec
@@ -16,7 +17,13 @@ from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, Real, floor_div
 from whichlora.spec.run import RunConfig
-from whichlora.spec.targets import adapted, adapted_linears
+from whichlora.spec.targets import (
+    adapted,
+    adapted_linears,
+    adapts_head,
+    adapts_table,
+    token_table,
+)
 from whichlora.timing import traffic
 from whichlora.timing.expansion import backward_bytes, forward_bytes, recast_bytes, visited_matrices
 from whichlora.timing.mamba_work import scan_flops_per_token, scan_loop_backward_bytes
@@ -312,12 +319,14 @@ def training_work(
     copied = method.copies_table * model.embeddings[0].num_params
     tied = bool(copied) and model.head_tied
     of_head = scored * head * (passes + (run.loss_head == "trl-fused") + tied)
+    of_head = of_head + scored * _copied_weights(running, is_table=False)
     around_layers = 2 * (of_head + tokens * around * passes)
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     multiplied = Work.total((layers, product_work(around_layers, wide=widens_head(dtypes))))
     if not method.trains_base:
         rows = _adapter_rows(running, update, batch_size=batch_size, seq_len=seq_len)
-        of_adapters = product_work((6 + 2 * recompute) * rows, wide=dtypes.widens_adapters)
+        multiplied_again = 2 * recompute * (rows - tokens * _params_around(running))
+        of_adapters = product_work(6 * rows + multiplied_again, wide=dtypes.widens_adapters)
         multiplied = Work.total((multiplied, of_adapters))
     at_end = _at_end(running, scored=scored, seq_len=seq_len, logits_loss=logits_loss)
     elementwise = layers.elementwise_bytes + at_end.elementwise_bytes
@@ -337,14 +346,46 @@ def training_work(
     return Work.total((micro_step.times(steps), _work_of_update(update, like=tokens)))
 
 
+def _copied_weights(running: RunningModel, *, is_table: bool) -> int:
+    """Of modules that PEFT copies and trains whole: tables, or matrices.
+
+    The latter's own product and the gradient of its input are those of the base.
+
+    Kind: exact. Source: `memory.gradients.saved_modules`.
+    """
+    copies = saved_modules(running.model, running.run.modules_to_save, 0)
+    return sum(int(copy.num_params) for copy in copies if copy.is_embedding == is_table)
+
+
+def _params_around(running: RunningModel) -> Count:
+    """Multiplied parameters of adapters of the head and of the token table: no checkpoint has them.
+
+    Kind: exact. Source: `methods.lora.low_rank_shapes`; peft 0.21.2 `lora.Embedding.forward`.
+    """
+    model, targets, r = running.model, running.targets, running.r
+    params: Count = 0 * r
+    if adapts_head(model, targets):
+        assert model.head is not None
+        params = params + r * (model.head.in_features + model.head.out_features)
+    if adapts_table(model, targets):
+        params = params + r * token_table(model).out_features
+    return params
+
+
 def _adapter_rows(
     running: RunningModel, update: Update, *, batch_size: Count, seq_len: Count
 ) -> Count:
-    """Trained parameters times the rows that each is multiplied with, summed up."""
+    """Parameters of adapters times the rows that each is multiplied with, summed up.
+
+    Those of copies are none, and rows of tables, and of A of an adapter of one, are looked up.
+    """
     method, tokens = running.method, batch_size * seq_len
     read = batch_size * method.added_tokens if method.added_tokens else tokens
     shared = method.shared_tensors(adapted_linears(running.model, running.targets), running.r)
     params = update.num_params - sum(tensor.num_params for tensor in shared)
+    params = params - sum(_copied_weights(running, is_table=kind) for kind in (True, False))
+    if adapts_table(running.model, running.targets):
+        params = params - running.r * token_table(running.model).in_features
     return read * params + _further_rows(running, tokens=tokens, seq_len=seq_len)
 
 
@@ -366,6 +407,10 @@ def _at_end(
         # zeros, to which rows are added; of a tied head a sum of two gradients
         table = model.embeddings[0].num_params * dtypes.embedding_bytes
         moved = moved + (1 + 3 * model.head_tied) * table
+    moved = moved + _copied_weights(running, is_table=True) * dtypes.embedding_bytes
+    if adapts_table(model, running.targets):  # zeros of A's gradient, which is laid out anew
+        in_a = running.r * token_table(model).in_features
+        moved = moved + 3 * in_a * dtypes.adapter_bytes
     return Work(
         elementwise_bytes=moved,
         launches=outside_ops(model) + head.forward.kernels,

@@ -10,7 +10,7 @@ from whichlora.spec.checkpoint import stored_quant
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
-from whichlora.spec.targets import adapted_linears, adapts_head
+from whichlora.spec.targets import adapted_linears, adapts_head, adapts_table
 from whichlora.spec.words import alternatives
 from whichlora.tasks import task_of
 from whichlora.trainers import Trainer, get_trainer
@@ -93,42 +93,65 @@ def check_adapted(
             reason = "PEFT's layer takes nn.Linear, and no Conv1D; use method lora"
         if reason:
             raise ConfigError(f"method: {method.name} of {linear.name}: {reason}")
-    if adapts_head(model, targets):
-        _check_adapted_head(model, run, method)
+    _check_taken_by_name(model, run, method, targets)
 
 
-def _check_adapted_head(model: ModelSpec, run: RunConfig, method: Method) -> None:
-    """Refuse an adapter of what makes logits, where nobody has looked at what it keeps.
+def _check_taken_by_name(
+    model: ModelSpec, run: RunConfig, method: Method, targets: tuple[str, ...]
+) -> None:
+    """Refuse an adapter of the head or the token table where nobody has looked at what it keeps.
 
     Raises:
         ConfigError: it is one of these.
     """
-    assert model.head is not None
-    trainer = get_trainer(run.trainer)
+    refusals = []
+    if adapts_head(model, targets):
+        assert model.head is not None
+        refusals.append((model.head.name, method.adapts_head, _refused_of_head(run)))
+    if adapts_table(model, targets):
+        table = model.embeddings[0].name
+        refusals.append((table, method.adapts_table, _refused_of_table(model, run)))
     whole = [name for name, each in list_strategies().items() if each.keeps_weights]
-    reasons = (
-        (not method.adapts_head, f"method {method.name}; use method lora"),
-        (model.head.name in run.modules_to_save, "modules_to_save of its name; use one"),
-        (run.phase == "inference", "serve as-trained; use merged"),
-        (
-            run.phase == "finetune"
-            # kernels of its own read more than the logits
-            and (LOSS_HEADS[run.loss_head].passes or trainer.logits_loss(run) is not None),
-            f"the loss of trainer {run.trainer}, loss_head {run.loss_head}; use trainer "
-            "transformers or loop, and loss_head hf or raw",
-        ),
-        (len(parts_of(model)) > 1, "a model with an encoder"),
-        (model.tower is not None, "a model that reads images"),
-        (
-            not set(run.parallel.names) <= set(whole) and run.parallel.gpus > 1,
-            f"what divides the model; use {alternatives(('one GPU', *whole))}",
-        ),
+    for name, is_known, own in refusals:
+        reasons = (
+            (not is_known, f"method {method.name}; use method lora"),
+            (name in run.modules_to_save, "modules_to_save of its name; use one"),
+            (run.phase == "inference", "serve as-trained; use merged"),
+            *own,
+            (len(parts_of(model)) > 1, "a model with an encoder"),
+            (model.tower is not None, "a model that reads images"),
+            (
+                not set(run.parallel.names) <= set(whole) and run.parallel.gpus > 1,
+                f"what divides the model; use {alternatives(('one GPU', *whole))}",
+            ),
+        )
+        for is_so, reason in reasons:
+            if is_so:
+                raise ConfigError(
+                    f"target_modules: an adapter of {name!r} is not predicted with {reason}"
+                )
+
+
+def _refused_of_head(run: RunConfig) -> tuple[tuple[bool, str], ...]:
+    """Losses whose own kernels read more than the logits."""
+    reads_more = (
+        LOSS_HEADS[run.loss_head].passes or get_trainer(run.trainer).logits_loss(run) is not None
     )
-    for is_so, reason in reasons:
-        if is_so:
-            raise ConfigError(
-                f"target_modules: an adapter of {model.head.name!r} is not predicted with {reason}"
-            )
+    reason = (
+        f"the loss of trainer {run.trainer}, loss_head {run.loss_head}; use trainer transformers "
+        "or loop, and loss_head hf or raw"
+    )
+    return ((bool(run.phase == "finetune" and reads_more), reason),)
+
+
+def _refused_of_table(model: ModelSpec, run: RunConfig) -> tuple[tuple[bool, str], ...]:
+    """Starts that decompose a weight, and layers that read the looked-up rows again."""
+    reads_again = model.streams is not None or model.layer_input_norm is not None
+    return (
+        (bool(run.method_options), "method options; leave them out"),
+        (reads_again, f"a {model.model_type}, whose layers read the rows again"),
+        (model.task != "causal-lm", f"task {run.task}; leave it out of target_modules"),
+    )
 
 
 def check_narrowed(run: RunConfig, method: Method, trainer: Trainer) -> None:
