@@ -614,6 +614,8 @@ def unsloth_notebooks(line: Line) -> Iterator[Found]:
         yield line.left_out("run", "which matrices its upload keeps in 16 bit is not stated")
         return
     gpu, checkpoints = _UNSLOTH_GPUS[row["gpu"]], row["use_gradient_checkpointing"] != "False"
+    # its notebooks of more pretraining have a rate of its own for both
+    whole_modules = "trained whole" in row["notes"]
     run = RunConfig(
         model=spec.name,
         trainer="unsloth",
@@ -627,6 +629,8 @@ def unsloth_notebooks(line: Line) -> Iterator[Found]:
         batch_size=whole(row["batch_size"]),
         seq_len=whole(row["longest_row"] or row["max_seq_length"]),
         libraries=(*libraries_of(row["versions"]), ("unsloth", row["unsloth"])),
+        modules_to_save=("embed_tokens", "lm_head") if whole_modules else (),
+        trainer_options=(("embedding_learning_rate", 5e-6),) if whole_modules else (),
     )
     stack = f"unsloth {row['unsloth']}, {row['data'].partition('/')[2]}"
     before, most = float(row["reserved_before_gib"]), float(row["peak_reserved_gib"])

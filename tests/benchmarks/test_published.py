@@ -52,7 +52,7 @@ CELLS = {
     "torchtune_docs": (0, 16),
     "transformers_docs": (18, 0),
     "trl_notebooks": (2, 1),
-    "unsloth_notebooks": (32, 10),
+    "unsloth_notebooks": (33, 11),
 }
 
 

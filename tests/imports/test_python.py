@@ -739,12 +739,18 @@ def test_an_evaluation_that_takes_more_than_training_decides(tmp_path: Path) -> 
 
 
 def test_targets_that_unsloth_trains_whole(tmp_path: Path) -> None:
-    read = imported(tmp_path, UNSLOTH.replace('"v_proj"]', '"v_proj", "embed_tokens", "lm_head"]'))
+    text = UNSLOTH.replace('"v_proj"]', '"v_proj", "embed_tokens", "lm_head"]')
+    assert imported(tmp_path, text).settings["trainer"] == "sft"  # whose weights are tied
+    text = text.replace("Qwen2.5-0.5B", "Qwen2.5-7B").replace(
+        "SFTConfig(", "UnslothTrainingArguments("
+    )
+    read = imported(
+        tmp_path, text.replace("max_steps", "embedding_learning_rate = 5e-6, max_steps")
+    )
     assert read.settings["target_modules"] == ("q_proj", "v_proj")
     assert read.settings["modules_to_save"] == ("embed_tokens", "lm_head")
-    assert read.settings["trainer"] == "sft"
-    said = "from_pretrained: Unsloth with an embedding or a head trained whole; assumed: TRL's"
-    assert any(text.startswith(said) for text in read.assumed)
+    assert read.settings["trainer"] == "unsloth"
+    assert ("embedding_learning_rate", 5e-6) in read.settings["trainer_options"]
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,11 @@ from whichlora.memory.loss import (
     loss_backward_bytes,
     loss_forward_bytes,
     makes_all_logits,
+    unsloth_head_backward,
+    unsloth_head_forward,
     unsloth_rows,
 )
-from whichlora.memory.weights import rotary_table_bytes, token_table_bytes
+from whichlora.memory.weights import hosted_bytes, rotary_table_bytes
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.explain import explain
 from whichlora.predict.notes import notes_on
@@ -75,13 +77,104 @@ def test_an_untied_token_table_leaves_the_gpu_and_a_tied_one_stays() -> None:
         runs = [replace(RUN, model=name, trainer_options=tuple(o.items())) for o in ({}, hosted)]
         kept, moved = (predict(load_model(name), run, A100, PRIORS).memory for run in runs)
         assert kept.breakdown["weights"] - moved.breakdown["weights"] == table
-        assert token_table_bytes(load_model(name), job(runs[1]).dtypes) == table
+        names = frozenset({"embed_tokens"})
+        assert hosted_bytes(load_model(name), job(runs[1]).dtypes, names) == table
         said = [any("offload_embedding" in note for note in notes_on(job(run))) for run in runs]
         assert said == [True, False]
         lines = explain(load_model(name), runs[1], A100, PRIORS).lines
         tables = next(line for line in lines if line.what == "embeddings and head")
         members = sum(member.num_bytes for member in tables.members) or tables.num_bytes
         assert members == tables.num_bytes
+
+
+WORDS = 128_256 * H  # elements of Llama's table, and of its head
+WHOLE = ("embed_tokens", "lm_head")
+
+
+@pytest.mark.parametrize("asked", ["target_modules", "modules_to_save"])
+def test_a_table_and_a_head_are_trained_whole_however_they_are_asked_for(asked: str) -> None:
+    targets = {"target_modules": ("all-linear", *WHOLE), "modules_to_save": ("all-linear",)}
+    saved = () if asked == "target_modules" else WHOLE
+    found = job(replace(RUN, target_modules=targets[asked], modules_to_save=saved))
+    assert found.run.modules_to_save == WHOLE
+    assert not {*WHOLE} & {*found.targets}
+    plain, whole = (predict(load_model(LLAMA), run, A100, PRIORS) for run in (RUN, found.run))
+    parts, without = whole.memory.breakdown, plain.memory.breakdown
+    # originals are a mapped file; copies are as wide as the model
+    assert without["weights"] - parts["weights"] == 2 * 2 * WORDS
+    assert parts["adapters"] - without["adapters"] == 2 * 2 * WORDS
+
+
+def test_originals_stay_beside_the_checkpoints_of_pytorch() -> None:
+    """Copies are fp32 where the model is fp16, and were so before 2024.10.7."""
+    run = replace(RUN, modules_to_save=WHOLE)
+    plain = (("use_gradient_checkpointing", "true"),)
+    cases = (
+        (replace(run, trainer_options=plain), 0, 2),
+        (replace(run, gradient_checkpointing=False), 0, 2),
+        (replace(run, precision="fp16"), 2, 4),
+        (replace(run, libraries=(("unsloth", "2024.8"),)), 2, 4),
+        (replace(run, libraries=(("unsloth", "2024.4"),)), 0, 4),
+    )
+    for changed, hosted, width in cases:
+        found = job(changed)
+        entries = ledger(found).moments["optimizer_step"]
+        base = ledger(job(replace(changed, modules_to_save=()))).moments["optimizer_step"]
+        sizes = {part: sum(e.num_bytes for e in entries if e.part == part) for part in PARTS_OF}
+        before = {part: sum(e.num_bytes for e in base if e.part == part) for part in PARTS_OF}
+        assert before["weights"] - sizes["weights"] == 2 * hosted * WORDS
+        assert sizes["adapters"] - before["adapters"] == 2 * width * WORDS
+
+
+PARTS_OF = ("weights", "adapters")
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward", "backward"),
+    [
+        ({}, 2, 4),  # the gradient, and it unscaled
+        ({"precision": "fp16"}, 2 + 4, 8),  # a 16-bit copy of the head beside it
+        ({"libraries": (("unsloth", "2026.7.1"),)}, 4, 4),  # the sum, and that of a chunk
+        ({"trainer_options": (("return_logits", True),)}, 0, 2),
+        ({"libraries": (("unsloth", "2024.8"),)}, 2, 4 + 2 + 2),
+    ],
+    ids=str,
+)
+def test_a_trained_head_has_its_gradient_in_the_loss(
+    settings: dict[str, Any], forward: int, backward: int
+) -> None:
+    changed = replace(RUN, **settings)
+    trained, frozen = (
+        training_step(job(replace(changed, modules_to_save=saved))) for saved in (("lm_head",), ())
+    )
+    assert unsloth_head_forward(trained.model, trained.dtypes) == forward * WORDS
+    assert unsloth_head_backward(trained.model, trained.dtypes) == backward * WORDS
+    assert trained.loss_forward_bytes - frozen.loss_forward_bytes == forward * WORDS
+    assert trained.loss_backward_bytes - frozen.loss_backward_bytes == backward * WORDS
+
+
+def test_the_rate_of_embeddings_narrows_their_states() -> None:
+    """8-bit states of a table have 32 bits; Unsloth's own optimizer asks for none."""
+    run = replace(RUN, modules_to_save=("embed_tokens",), optimizer="adamw_8bit")
+    rated = replace(run, trainer_options=(("embedding_learning_rate", 5e-6),))
+    wide, narrow = (predict(load_model(LLAMA), each, A100, PRIORS) for each in (run, rated))
+    kept = (each.memory.breakdown["optimizer_states"] for each in (wide, narrow))
+    assert next(kept) - next(kept) == 2 * (4 - 1) * WORDS - 2 * 4 * WORDS // 256
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "meta-llama/Llama-3.2-1B"}, "ties the copies of .*use trainer sft"),
+        ({"libraries": (("unsloth", "2025.3.1"),)}, "trains lm_head is not predicted; give return"),
+        ({"model": "Qwen/Qwen3-30B-A3B"}, "none of them for qwen3_moe"),
+    ],
+)
+def test_what_nobody_has_looked_at_is_refused_of_whole_modules(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        job(replace(RUN, **({"modules_to_save": ("lm_head",)} | settings)))
 
 
 def test_dropped_inputs_leave_a_byte_each() -> None:

@@ -126,6 +126,10 @@ def export(recipe: Recipe) -> Export:
     return Export(files={FILE: script}, command=launch_line(run, FILE), run=run, notes=notes)
 
 
+def _hosts_table(run: RunConfig) -> bool:
+    return run.trainer_option(unsloth.OFFLOADED_EMBEDDING.name) == "true"
+
+
 def _load(run: RunConfig) -> Code:
     quant = run.quant or "none"
     return call(
@@ -136,7 +140,7 @@ def _load(run: RunConfig) -> Code:
         load_in_4bit=quant == "nf4-dq",
         load_in_8bit=quant == "int8",
         full_finetuning=get_method(run.method).trains_base,
-        **({"offload_embedding": True} if get_trainer(run.trainer).hosts_embedding(run) else {}),
+        **({"offload_embedding": True} if _hosts_table(run) else {}),
     )
 
 
@@ -204,6 +208,9 @@ def under_unsloth(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     Raises:
         ConfigError: fp32 weights, which its kernels don't take.
     """
+    for option in (unsloth.WHOLE_LOGITS, unsloth.EMBEDDING_RATE):
+        if run.trainer_option(option.name):
+            raise ConfigError(f"--to unsloth: {option.name} is not written; leave it out")
     if run.precision in FP32_PRECISIONS:
         raise ConfigError("--to unsloth: its kernels are 16-bit; set precision bf16 or fp16")
     run, pinned = without_pinned_kernel(run, "Unsloth")

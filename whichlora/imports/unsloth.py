@@ -21,6 +21,7 @@ _LOADS = "from_pretrained"
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _OF_KERNELS = ("SFTTrainer", "UnslothTrainer", "Trainer")  # which run its own code
 _CHECKPOINTS = "use_gradient_checkpointing"
+_EMBEDDING_RATE = "embedding_learning_rate"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
@@ -57,10 +58,8 @@ def _trainer(keys: Keys) -> Trainer | None:
             keys.refuse("trainer", "Trainer", text)
     elif keys.flag(f"{_LOADS}.full_finetuning"):
         what = "Unsloth with all weights"
-    elif _whole(keys) or keys.names(f"{_ADAPTS}.modules_to_save"):
-        what = "Unsloth with an embedding or a head trained whole"
     else:
-        what = _other_code(trainer, python.model_name(keys))
+        what = _other_code(trainer, python.model_name(keys), _trained_whole(keys))
     if what:
         keys.assume(_LOADS, f"{what}; assumed: TRL's trainer without its kernels, which takes more")
     return None if what else trainer
@@ -73,14 +72,21 @@ def _whole(keys: Keys) -> tuple[str, ...]:
     return tuple(name for name in keys.names(_CHOSEN) if name in ("embed_tokens", "lm_head"))
 
 
-def _other_code(trainer: Trainer, name: str) -> str:
+def _trained_whole(keys: Keys) -> tuple[str, ...]:
+    saved = f"{_ADAPTS}.modules_to_save"
+    return (*_whole(keys), *(() if keys.is_unread(saved) else keys.names(saved)))
+
+
+def _other_code(trainer: Trainer, name: str, whole: tuple[str, ...]) -> str:
     """What Unsloth runs for a type that its kernels are not predicted for; else empty."""
     with contextlib.suppress(ConfigError):
-        model_type = load_model(name).model_type
+        model = load_model(name)
+        if whole and (model.head_tied or not trainer.trains_whole.issuperset(whole)):
+            return f"Unsloth with {' and '.join(whole)} trained whole"
         try:
-            trainer.kernels(RunConfig(model=name), model_type)
+            trainer.kernels(RunConfig(model=name, modules_to_save=whole), model.model_type)
         except ConfigError:
-            return f"Unsloth's code for {model_type}"
+            return f"Unsloth's code for {model.model_type}"
     return ""
 
 
@@ -121,10 +127,13 @@ def _own_steps(keys: Keys, trainer: Trainer) -> dict[str, Any]:
     (option,) = (each for each in trainer.options if each.name == _CHECKPOINTS)
     asked = _checkpoints(keys, str(option.default))
     checkpoints = asked != "false"
+    options = [(_CHECKPOINTS, asked)] if checkpoints else []
+    if _trained_whole(keys) and _EMBEDDING_RATE in keys:
+        options.append((_EMBEDDING_RATE, keys.number(_EMBEDDING_RATE, 0.0)))
     return {
         "trainer": trainer.name,
         "gradient_checkpointing": checkpoints,
-        "trainer_options": ((_CHECKPOINTS, asked),) if checkpoints else (),
+        "trainer_options": tuple(sorted(options)),
         "loss_head": trainer.loss_heads[0],
         "prepare_kbit": False,
         "precision": "auto",  # it asks the GPU, whatever the arguments say
@@ -145,7 +154,7 @@ TOOL = Tool(
         *(f"{_LOADS}.{name}" for name in ("auto_model", "load_in_16bit", "fast_inference")),
         *(f"{_LOADS}.{name}" for name in ("max_lora_rank", "max_seq_length", "fix_tokenizer")),
         *(f"{_ADAPTS}.{name}" for name in ("random_state", "loftq_config", "max_seq_length")),
-        f"{_ADAPTS}.task_type",
+        *(f"{_ADAPTS}.task_type", _EMBEDDING_RATE),
     ),
     unmodelled={**UNMODELLED, f"{_LOADS}.gpu_memory_utilization": "no engine beside it"},
 )

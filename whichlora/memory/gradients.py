@@ -148,7 +148,7 @@ def adapter_entries(
     outer = (tensor for tensor in _outer(model, method, dtypes) if tensor.is_stored or not serves)
     norms = _norm_copies(model, targets, dtypes)
     num_bytes = num_bytes + gradient_bytes(outer) + gradient_bytes(norms)
-    copied = gradient_bytes(saved_modules(model, run.modules_to_save, dtypes.embedding_bytes))
+    copied = gradient_bytes(saved_modules(model, run.modules_to_save, dtypes.copy_bytes))
     frozen = method.frozen_tensors(adapted_linears(model, targets), r)
     num_bytes = num_bytes + frozen_outer_bytes(model, method, dtypes, training=not serves)
     return [
@@ -195,7 +195,7 @@ def trained_tensors(
         *_of_adapters(model, targets, method, r, dtypes, running=True),
         *_outer(model, method, dtypes),
         *_norm_copies(model, targets, dtypes),
-        *saved_modules(model, modules_to_save, dtypes.embedding_bytes),
+        *saved_modules(model, modules_to_save, dtypes.copy_bytes),
         *trained_biases(model, targets, bias, dtypes.base_bytes),
     )
 

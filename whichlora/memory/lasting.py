@@ -10,7 +10,7 @@ from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.gradients import adapter_entries, outer_bytes
 from whichlora.memory.layer_passes import STAGING, staging_bytes
 from whichlora.memory.loading import unquantised_matrix_bytes, unsplit_weights
-from whichlora.memory.weights import EMBEDDING_WEIGHTS, token_table_bytes, weight_entries
+from whichlora.memory.weights import EMBEDDING_WEIGHTS, hosted_bytes, weight_entries
 from whichlora.spec.numeric import added
 from whichlora.spec.run import FOUR_BIT_BNB
 
@@ -95,7 +95,7 @@ def whole_step(step: TrainingStep) -> tuple[Entry, ...]:
         step.tensors,
         optimizer=run.optimizer,
         device_kind=step.gpu.kind,
-        narrow_embeddings=step.trainer.narrows_embedding_states,
+        narrow_embeddings=step.trainer.narrows_embedding_states(run),
     )
     entries.append(Entry(optimizer.STATES, states + 0 * step.num_trained))
     if step.method.num_scores:
@@ -120,13 +120,14 @@ def whole_step(step: TrainingStep) -> tuple[Entry, ...]:
 
 
 def _weights_on_gpu(step: TrainingStep) -> list[Entry]:
-    """Weights without the token table where a trainer keeps that in host memory."""
+    """Weights without the token table and the head where a trainer keeps them in host memory."""
     weights = weight_entries(step.model, step.dtypes, like=step.tokens)
-    if not step.trainer.hosts_embedding(step.run):
+    names = step.trainer.hosts(step.run)
+    if not names:
         return weights
-    table = token_table_bytes(step.model, step.dtypes)
+    hosted = hosted_bytes(step.model, step.dtypes, names)
     return [
-        replace(entry, num_bytes=entry.num_bytes - table)
+        replace(entry, num_bytes=entry.num_bytes - hosted)
         if entry.fact is EMBEDDING_WEIGHTS
         else entry
         for entry in weights

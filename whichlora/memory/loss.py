@@ -179,6 +179,35 @@ def _unsloth_forward(model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, toke
     return where(tokens <= kernel.whole, whole, tiled) if kernel.whole else tiled
 
 
+def unsloth_head_forward(model: ModelSpec, dtypes: Dtypes) -> int:
+    """What a trained head has beside `_unsloth_forward`: its gradient, made in the forward.
+
+    Chunks sum theirs up. Of an fp32 head a copy in 16 bit is there, too: of whole logits that is
+    all, as their backward makes the gradient.
+
+    Kind: exact. Source: unsloth_zoo 2026.10.9 fused_losses/fused_linear.py `_ce_impl`; 2026.8.13
+    fused_losses/cross_entropy_loss.py `UnslothFusedLoss.forward`; torch `cached_cast`.
+    """
+    weights = logit_width(model) * model.hidden_size
+    cast = dtypes.compute_bytes * (dtypes.copy_bytes > dtypes.compute_bytes)
+    kernel = dtypes.kernels.logits
+    made = 0 if kernel.whole is None else 1 + (kernel.tiles == "chunks")
+    return weights * (made * dtypes.copy_bytes + cast)
+
+
+def unsloth_head_backward(model: ModelSpec, dtypes: Dtypes) -> int:
+    """The gradient of a trained head, and what it is made of: itself unscaled, or in 16 bit.
+
+    Kind: exact. Source: unsloth_zoo 2026.10.9 `_ce_backward`; 2026.8.13 `UnslothFusedLoss.backward`
+    multiplies out of place; torch 2.13 `ToCopyBackward0` behind `mm`.
+    """
+    weights = logit_width(model) * model.hidden_size
+    if dtypes.kernels.logits.whole is not None:
+        return 2 * weights * dtypes.copy_bytes
+    is_cast = dtypes.copy_bytes > dtypes.compute_bytes  # the copy, and the gradient that is cast
+    return weights * (dtypes.copy_bytes + 2 * dtypes.compute_bytes * is_cast)
+
+
 def _num_chunks(kernel: LogitTiles, logit_bytes: Count) -> Count:
     """Of fp32 logits. Kind: exact where memory for a chunk is free; see `trainers.unsloth`.
 

@@ -164,7 +164,7 @@ class TrainingStep:
     @cached_property
     def saved_modules(self) -> tuple[Trained, ...]:
         dtypes, run = self.dtypes, self.run
-        return tuple(saved_modules(self.model, run.modules_to_save, dtypes.embedding_bytes))
+        return tuple(saved_modules(self.model, run.modules_to_save, dtypes.copy_bytes))
 
     @property
     def param_bytes(self) -> int:
@@ -783,7 +783,13 @@ class TrainingStep:
             )
         if self.label_points is not None:
             return self._in_labels(self.label_points.forward)
-        return self._in_loss(loss.loss_forward_bytes)
+        made = loss.unsloth_head_forward(self.model, self.dtypes) * self._trains_fused_head
+        return self._in_loss(loss.loss_forward_bytes) + made
+
+    @property
+    def _trains_fused_head(self) -> bool:
+        """Whether Unsloth's loss makes the gradient of a head."""
+        return self.run.loss_head == "unsloth-fused" and bool(self.head_gradient)
 
     @cached_property
     def loss_backward_bytes(self) -> Count:
@@ -792,7 +798,8 @@ class TrainingStep:
             return self._in_logits_loss(logits_loss.backward_bytes, computed)
         if self.label_points is not None:
             return self._in_labels(self.label_points.backward)
-        return self._in_loss(loss.loss_backward_bytes)
+        made = loss.unsloth_head_backward(self.model, self.dtypes) * self._trains_fused_head
+        return self._in_loss(loss.loss_backward_bytes) + made
 
     @cached_property
     def kept_logits_bytes(self) -> Count:

@@ -489,8 +489,9 @@ class StepEvents(TowerPlayer):
         """
         step, is_last = self.step, model is self.stacks[-1].model
         is_shared = len(self.stacks) > 1 and not model.splits_embeddings
+        width = step.param_bytes if step.method.trains_base else step.dtypes.copy_bytes
         for table in self._trained_tables(model):
-            size = table.num_elements * step.param_bytes
+            size = table.num_elements * width
             gradient = self.list.born(size)
             if table is model.embeddings[0]:
                 if is_last and step.tied_gradients_wait:

@@ -261,12 +261,17 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
     }
 
 
-def token_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
-    """The token table, where the head does not share it; 0 where it does.
+def hosted_bytes(model: ModelSpec, dtypes: Dtypes, names: frozenset[str]) -> int:
+    """The token table and the head, where `names` has them; of one weight, where it has both.
 
     Kind: exact. Source: as of `weight_bytes`.
     """
-    return 0 if model.head_tied else model.embeddings[0].num_params * dtypes.embedding_bytes
+    table, head = model.embeddings[0], model.head
+    size = table.num_params * dtypes.embedding_bytes
+    if head is None or not model.head_tied:
+        of_head = 0 if head is None else head.num_weights * dtypes.head_bytes
+        return size * (table.name in names) + of_head * (head is not None and head.name in names)
+    return size * ({table.name, head.name} <= names)
 
 
 def weight_entries(model: ModelSpec, dtypes: Dtypes, *, like: Count) -> list[Entry]:

@@ -96,7 +96,7 @@ def shards(sharding: Sharding) -> tuple[Entry, ...]:
         units.trained_shards(size),
         optimizer=rest.run.optimizer,
         device_kind="cpu" if sharding.offloads else rest.gpu.kind,
-        narrow_embeddings=rest.trainer.narrows_embedding_states,
+        narrow_embeddings=rest.trainer.narrows_embedding_states(rest.run),
     )
     shares = [Entry(fact, units.share(fact, size) + like) for fact in facts]
     return (*shares, Entry(optimizer.STATES, states + like))

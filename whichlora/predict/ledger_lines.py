@@ -322,12 +322,13 @@ def _embeddings(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
     """The tables, and the head where it is not one of them."""
     model = job.model
     tables = [table for table in model.embeddings if table.kind != "buffer"]
-    on_host = job.run.phase == "finetune" and job.trainer.hosts_embedding(job.run)
-    if on_host and not model.head_tied:
-        tables = tables[1:]
+    head, training = model.head, job.run.phase == "finetune"
+    hosted = job.trainer.hosts(job.run) if training else frozenset()
+    if model.head_tied and not (head is not None and {tables[0].name, head.name} <= hosted):
+        hosted = frozenset()
+    tables = [table for table in tables if table.name not in hosted]
     shapes = [(table.name, [table.rows, table.width], table.num_params) for table in tables]
-    head = model.head
-    if head is not None and not model.head_tied:
+    if head is not None and not model.head_tied and head.name not in hosted:
         shapes.append((head.name, [head.out_features, head.in_features], head.num_params))
     elif head is not None and head.bias:
         shapes.append((f"{head.name}: bias", [head.out_features], head.out_features))

@@ -298,10 +298,31 @@ def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> R
     if run.phase == "finetune":
         check_trained_weights(model, run, method)
         check_checkpointing(model, run, method)
+        run = _with_whole_modules(model, run)
     if "modules_to_save" in method.ignores:
         run = replace(run, modules_to_save=())
     if "bias" in method.ignores:
         run = replace(run, bias="none")
+    return run
+
+
+def _with_whole_modules(model: ModelSpec, run: RunConfig) -> RunConfig:
+    """`run` with the targets of which its trainer trains a copy.
+
+    Raises:
+        ConfigError: it ties copies, too, whose gradients nobody has looked at.
+    """
+    trainer = get_trainer(run.trainer)
+    whole = trainer.trains_whole.intersection(run.target_modules)
+    if whole:
+        left = tuple(name for name in run.target_modules if name not in whole)
+        saved = tuple(sorted({*run.modules_to_save, *whole}))
+        run = replace(run, target_modules=left, modules_to_save=saved)
+    if trainer.trains_whole.intersection(run.modules_to_save) and model.head_tied:
+        raise ConfigError(
+            f"modules_to_save: trainer {trainer.name} ties the copies of {model.name}, whose head "
+            "is its token table, which is not predicted; leave them out, or use trainer sft"
+        )
     return run
 
 

@@ -82,6 +82,8 @@ class Dtypes:
             `caching_allocator_warmup` of transformers 5.23, which runs where there is a device_map,
             as bitsandbytes makes one (`update_device_map`). Else the model is loaded to the host
             and moved tensor by tensor, as `Trainer.__init__` does.
+        copied_bytes: one element of copies of modules that are trained as a whole; 0: as wide as
+            the embeddings.
         finds_outliers: products in 8 bit look for inputs that reach a threshold.
     """
 
@@ -124,6 +126,7 @@ class Dtypes:
     wide_expert_biases: bool = False
     linears_keep_inputs: bool = False
     loads_at_once: bool = False
+    copied_bytes: int = 0
     finds_outliers: bool = True
     recasts_four_bit: bool = False
     kernels: FusedKernels = NO_KERNELS
@@ -132,6 +135,11 @@ class Dtypes:
     def backend(self) -> Backend:
         """What kernels there keep, beside the dtypes."""
         return backend_of(self.device_kind)
+
+    @property
+    def copy_bytes(self) -> int:
+        """One element of the embedding or the head that is copied and trained as a whole."""
+        return self.copied_bytes or self.embedding_bytes
 
     @property
     def head_bytes(self) -> int:

@@ -241,6 +241,10 @@ def never(run: RunConfig) -> bool:
     return False
 
 
+def _nothing_on_host(run: RunConfig) -> frozenset[str]:
+    return frozenset()
+
+
 def always(run: RunConfig) -> bool:
     return True
 
@@ -322,7 +326,9 @@ class Trainer:
         reentrant: kind of its checkpointing where it has one of its own.
         offloads: inputs of checkpointed layers lie in pinned host memory, but for the last.
         staging_buffers: through which they come back, that stay on the GPU.
-        hosts_embedding: the token table lies in host memory, where the head does not share it.
+        hosts: which of the token table and the head lie in host memory; of a weight that both are,
+            both do, or none.
+        trains_whole: targets of which it trains a copy, as of modules_to_save, and no adapter.
         quantises_experts: those in one parameter are stored in 4 bit with the rest of the base.
         names_experts: their adapters are asked for by the names of the parameters: at the asked
             rank, and none of a router.
@@ -364,7 +370,7 @@ class Trainer:
     outputs_held: Callable[[RunConfig], OutputsHeld] = drops_outputs
     widens_outputs: bool = False
     logits_loss: Callable[[RunConfig], LogitsLoss | None] = _of_model
-    narrows_embedding_states: bool = False
+    narrows_embedding_states: Callable[[RunConfig], bool] = never
     defaults: Callable[[Libraries], Defaults] | None = plain_defaults
     dated_by: str = ""
     keeps_base: Callable[[RunConfig], bool] = _has_head_of_trl
@@ -378,7 +384,8 @@ class Trainer:
     reentrant: bool | None = None
     offloads: Callable[[RunConfig], bool] = never
     staging_buffers: Callable[[RunConfig], int] = _none_of_them
-    hosts_embedding: Callable[[RunConfig], bool] = never
+    hosts: Callable[[RunConfig], frozenset[str]] = _nothing_on_host
+    trains_whole: frozenset[str] = frozenset()
     quantises_experts: bool = False
     names_experts: bool = False
     arguments: Callable[[RunConfig], Mapping[str, Any]] = _own_options

@@ -16,7 +16,7 @@ Autocast, where the precision has it, is a `with torch.autocast(...)` around for
 from __future__ import annotations
 
 from whichlora.spec.run import RunConfig
-from whichlora.trainers.base import OutputsHeld, Trainer
+from whichlora.trainers.base import OutputsHeld, Trainer, always
 
 
 def _outputs_held(run: RunConfig) -> OutputsHeld:
@@ -38,6 +38,6 @@ TRAINER = Trainer(
     steps="whichlora.profiler.plain_loop:measure_loop",
     takes_images=True,
     outputs_held=_outputs_held,
-    narrows_embedding_states=True,  # only the Trainer asks bitsandbytes for 32 bits
+    narrows_embedding_states=always,  # only the Trainer asks bitsandbytes for 32 bits
     notes=_notes,
 )

@@ -34,6 +34,17 @@ OFFLOADED_EMBEDDING = Option(
     default="auto",
     choices=("auto", "true", "false"),
 )
+WHOLE_LOGITS = Option(
+    name="return_logits",
+    summary="UNSLOTH_RETURN_LOGITS=1: logits of all tokens are made",
+    default=False,
+)
+EMBEDDING_RATE = Option(
+    name="embedding_learning_rate",
+    summary="rate of an embedding or a head trained whole, in 8 bit by an 8-bit optimizer",
+    default=0.0,
+)
+_WHOLE = ("embed_tokens", "lm_head")
 # `FastLanguageModel.from_pretrained` of loader.py hands other types to code that it compiles; the
 # attention of Gemma 2 is written out.
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -69,6 +80,10 @@ _ROPE_POSITIONS: ByRelease[int] = (("0", 2**63), ("2024.7", 32_768), ("2025.2", 
 # of `Unsloth_Offloaded_Gradient_Checkpointer`), GPU_BUFFER, GPU_BUFFERS_B too.
 _OFFLOADS: ByRelease[bool] = (("0", False), ("2024.4", True))
 _STAGING_BUFFERS: ByRelease[int] = (("0", 0), ("2025.3.2", 1), ("2026.5", 2))
+# Copies that are trained whole: `.to(torch.float32)` before 2024.10.7; then as the model, and fp32
+# where that is fp16. `offload_input_embeddings` of their originals.
+_WIDENS_COPIES: ByRelease[bool] = (("0", True), ("2024.10.7", False))
+_MAPS_ORIGINALS: ByRelease[bool] = (("0", False), ("2024.5", True))
 _GROUPED_EXPERTS = "2026.5"  # moe_utils_bnb4bit.py
 _TRACED = "2026.5"  # functions as of the release that was traced
 _QUANTS = ("none", "nf4-dq", "nf4")
@@ -82,6 +97,10 @@ def _kernels(run: RunConfig, model_type: str) -> FusedKernels:
     """
     versions = run.versions
     if model_type in _MIXTURES:
+        if run.modules_to_save:
+            raise ConfigError(
+                f"modules_to_save: trainer unsloth is predicted with none of them for {model_type}"
+            )
         if versions.older("unsloth", _GROUPED_EXPERTS):
             raise ConfigError(
                 f"libraries: unsloth={versions.unsloth} runs the experts of {model_type} by other "
@@ -100,8 +119,21 @@ def _kernels(run: RunConfig, model_type: str) -> FusedKernels:
         adds_apart=versions.value_of("unsloth", _ADDS_APART),
         keeps_expanded=versions.value_of("unsloth", _KEEPS_EXPANDED),
         rope_positions=versions.value_of("unsloth", _ROPE_POSITIONS),
-        logits=versions.value_of("unsloth", _LOGITS),
+        logits=_logits_of(run),
     )
+
+
+def _logits_of(run: RunConfig) -> LogitTiles:
+    """Raises: ConfigError: a trained head under a loss in registers, or of few tokens."""
+    if run.trainer_option(WHOLE_LOGITS.name):
+        return LogitTiles(whole=None)
+    tiles = run.versions.value_of("unsloth", _LOGITS)
+    if _WHOLE[1] in run.modules_to_save and tiles.whole not in (0, None):
+        raise ConfigError(
+            f"modules_to_save: how unsloth={run.versions.unsloth} trains {_WHOLE[1]} is not "
+            "predicted; give return_logits=true, as its notebooks do, or 2025.10.10 or later"
+        )
+    return tiles
 
 
 def _loss_of(run: RunConfig, model_type: str) -> LossHead:
@@ -120,8 +152,10 @@ def _narrow_copies(dtypes: Dtypes) -> Dtypes:
     dtypes = replace(dtypes, loads_at_once=True)
     if not dtypes.kernels.adapters:
         return dtypes
+    is_wide = dtypes.half == "fp16" or dtypes.libraries.value_of("unsloth", _WIDENS_COPIES)
     return replace(
         dtypes,
+        copied_bytes=4 if is_wide else 0,
         attn="sdpa-efficient" if dtypes.attn == "sdpa" else dtypes.attn,
         mode="P",
         padded=False,
@@ -139,9 +173,26 @@ def _staging_buffers(run: RunConfig) -> int:
     return run.versions.value_of("unsloth", _STAGING_BUFFERS)
 
 
-def _hosts_embedding(run: RunConfig) -> bool:
-    """Source: unsloth 2026.10.9 `models/vision.py`, `offload_input_embedding`; tied ones stay."""
-    return run.trainer_option(OFFLOADED_EMBEDDING.name) == "true"
+def _hosts(run: RunConfig) -> frozenset[str]:
+    """The frozen table, and originals of what is trained whole, which a file on the disk has.
+
+    Source: unsloth 2026.10.9 `models/vision.py`, `offload_input_embedding`; tied ones stay;
+    `models/_utils.py`, `offload_to_disk`: a mapped file; 2024.5 on.
+    """
+    hosted = set(run.modules_to_save if _is_offloading(run) else ())
+    if run.trainer_option(OFFLOADED_EMBEDDING.name) == "true":
+        hosted |= {_WHOLE[0]} - set(run.modules_to_save)  # which comes back to be trained
+    return frozenset(hosted)
+
+
+def _is_offloading(run: RunConfig) -> bool:
+    to_disk = run.versions.value_of("unsloth", _MAPS_ORIGINALS)
+    return bool(run.gradient_checkpointing) and _offloads(run) and to_disk
+
+
+def _narrows_states(run: RunConfig) -> bool:
+    """Source: `_create_unsloth_optimizer`, which asks bitsandbytes for no 32 bits."""
+    return bool(run.trainer_option(EMBEDDING_RATE.name))
 
 
 def _check(run: RunConfig) -> None:
@@ -156,7 +207,6 @@ def _check(run: RunConfig) -> None:
         (run.compute_dtype != "auto", "compute_dtype", run.compute_dtype, "auto"),
         (run.bias != "none", "bias", run.bias, "none"),
         (run.quantize_moe_experts, "quantize_moe_experts", "true", "false: it always does"),
-        (bool(run.modules_to_save), "modules_to_save", "set", "none of them"),
         (run.parallel.gpus > 1, "gpus", run.parallel.gpus, "1"),
     )
     for is_wrong, name, value, accepted in faults:
@@ -204,7 +254,7 @@ TRAINER = replace(
     steps="whichlora.tracer.like_unsloth:measure_unsloth",
     library_class="unsloth.FastLanguageModel",
     makes_adapters=False,
-    options=(CHECKPOINTING, OFFLOADED_EMBEDDING),
+    options=(CHECKPOINTING, OFFLOADED_EMBEDDING, WHOLE_LOGITS, EMBEDDING_RATE),
     loss_heads=("unsloth-fused",),
     defaults=None,  # bf16, its own checkpointing, and what is tuned for memory
     dated_by="",
@@ -218,7 +268,9 @@ TRAINER = replace(
     reentrant=True,
     offloads=_offloads,
     staging_buffers=_staging_buffers,
-    hosts_embedding=_hosts_embedding,
+    hosts=_hosts,
+    trains_whole=frozenset(_WHOLE),
+    narrows_embedding_states=_narrows_states,
     quantises_experts=True,
     names_experts=True,
     check=_check,

@@ -217,7 +217,7 @@ def check_cast(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:
 
 def check_trained(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:
     """Refuse what the libraries can't train beside, or within, the adapters."""
-    if run.modules_to_save and run.precision == "fp16" and dtypes.embedding_bytes == 2:
+    if run.modules_to_save and run.precision == "fp16" and dtypes.copy_bytes == 2:
         raise ConfigError(
             "modules_to_save: copies of fp16 modules can't be trained, the gradient scaler refuses "
             "fp16 gradients; use precision bf16"
