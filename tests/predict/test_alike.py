@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
-from whichlora.predict.alike import Predictor
+from whichlora.predict.alike import Predictor, SharedLedgers
+from whichlora.predict.defaults import with_open_settings, with_precision
+from whichlora.predict.largest import place
 from whichlora.predict.parallel_choice import best_of_judged, best_spread
 from whichlora.predict.predict import finished, predict
+from whichlora.predict.quantities import moment_parts
+from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
@@ -79,3 +86,47 @@ def test_the_best_of_what_is_judged_is_the_best_prediction(method: str) -> None:
         run, lambda each: predictor.judge(MODEL, each, GPU, CALIBRATION), finished
     )
     assert judged == best_spread(run, lambda each: predict(MODEL, each, GPU, CALIBRATION))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"method": "qlora", "batch_size": 4},
+        {"trainer": "grpo", "batch_size": 8},  # whose pool is a share of the card
+        {"phase": "inference"},
+        {"parallel": ParallelConfig(gpus=2, strategy="fsdp")},
+    ],
+    ids=str,
+)
+def test_cards_that_share_a_ledger_are_answered_as_if_each_were_alone(
+    settings: dict[str, Any],
+) -> None:
+    """Of capability 8.0, 8.0, 8.6 and 7.5, each with a context of its own."""
+    run, shared = RunConfig(model=MODEL.name, **settings), SharedLedgers()
+    for name in ("a100-sxm-40gb", "a100-sxm-80gb", "rtx-3090-24gb", "t4-16gb", "cpu"):
+        card = find_target(name)
+        calibration = load_calibration(card)
+        asked = with_precision(with_open_settings(MODEL, run), card)
+        placements = (
+            place(MODEL, asked, card, calibration, each) for each in (shared, SharedLedgers())
+        )
+        together, alone = (placement.to_dict() for placement in placements)
+        assert together == alone
+
+
+def test_bytes_are_counted_once_for_cards_of_one_capability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[str] = []
+
+    def counting(job: ResolvedRun, **sizes: Count) -> Mapping[str, Mapping[str, Count]]:
+        counted.append(job.gpu.key)
+        return moment_parts(job, **sizes)
+
+    monkeypatch.setattr("whichlora.predict.alike.moment_parts", counting)
+    run, shared = RunConfig(model=MODEL.name), SharedLedgers()
+    for name in ("a100-sxm-40gb", "a100-sxm-80gb", "rtx-3090-24gb"):
+        card = find_target(name)
+        place(MODEL, run, card, load_calibration(card), shared)
+    assert counted == ["a100-sxm-40gb", "rtx-3090-24gb"]

@@ -127,7 +127,7 @@ def _own_steps(keys: Keys, trainer: Trainer) -> dict[str, Any]:
     (option,) = (each for each in trainer.options if each.name == _CHECKPOINTS)
     asked = _checkpoints(keys, str(option.default))
     checkpoints = asked != "false"
-    options = [(_CHECKPOINTS, asked)] if checkpoints else []
+    options: list[tuple[str, str | float]] = [(_CHECKPOINTS, asked)] if checkpoints else []
     if _trained_whole(keys) and _EMBEDDING_RATE in keys:
         options.append((_EMBEDDING_RATE, keys.number(_EMBEDDING_RATE, 0.0)))
     return {

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
+from whichlora.memory.allocator import context_bytes
+from whichlora.parallel.base import RankKind
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.counted import CountedRun, count_run, count_served
 from whichlora.predict.predict import JudgedRun, judge_counted, predict_counted
+from whichlora.predict.quantities import moment_parts, run_moments
 from whichlora.predict.resolve import ResolvedRun, of_fullest_card, resolve, respread
 from whichlora.serving.base import Engine, Served
 from whichlora.serving.step_time import Service
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import AUTO, AUTO_INTERCONNECT
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
@@ -28,6 +33,61 @@ LOAD = (
     "request_rate",
     "length_spread",
 )
+
+
+MOST_AT_ONCE = 128  # batch sizes whose bytes are counted in one pass
+Moments = Mapping[str, Mapping[str, Count]]
+
+
+class SharedLedgers:
+    """Bytes of one run on many cards: those of a kind and a compute capability hold the same.
+
+    The context of a device, time and what fits are each card's own.
+
+    Kind: exact. Source: `memory` asks a GPU for its kind, its backend and its capability alone,
+    but for its context, and for a pool that is a share of its memory.
+    """
+
+    def __init__(self) -> None:
+        self._replayed: dict[tuple[Any, ...], tuple[Moments, bool]] = {}
+        self._of_batches: dict[tuple[Any, ...], Moments] = {}
+
+    def run_moments(self, job: ResolvedRun, kinds: Sequence[RankKind] = ()) -> tuple[Moments, bool]:
+        """As of `quantities.run_moments`."""
+        key = _same_bytes(job)
+        if key is None:
+            return run_moments(job, kinds)
+        if key not in self._replayed:
+            self._replayed[key] = run_moments(job, kinds)
+        moments, is_replayed = self._replayed[key]
+        return _on_card(job, moments), is_replayed
+
+    def moments_of_batches(self, job: ResolvedRun) -> Moments:
+        """Arrays, of the batch sizes from 1 to `MOST_AT_ONCE`."""
+        import numpy as np
+
+        key = _same_bytes(job)
+        moments = None if key is None else self._of_batches.get(key)
+        if moments is None:
+            sizes = np.arange(1, MOST_AT_ONCE + 1, dtype=np.float64)
+            moments = moment_parts(job, batch_size=sizes)
+            if key is not None:
+                self._of_batches[key] = moments
+        return _on_card(job, moments)
+
+
+def _on_card(job: ResolvedRun, moments: Moments) -> Moments:
+    """`moments` of another card on that of `job`."""
+    context = context_bytes(job.gpu, job.dtypes.libraries)
+    return {name: {**parts, "context": context} for name, parts in moments.items()}
+
+
+def _same_bytes(job: ResolvedRun) -> tuple[Any, ...] | None:
+    """What two jobs have in common that take the same bytes; None where the card decides."""
+    divided = job.layout is not None or job.has_pool
+    if divided or (job.run.phase == "finetune" and job.trainer.rollout(job.run) is not None):
+        return None
+    return job.run, job.dtypes, job.targets, job.model, job.gpu.kind, job.gpu.compute_capability
 
 
 class Predictor:

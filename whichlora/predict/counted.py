@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.parallel.base import RankKind
@@ -24,6 +25,10 @@ from whichlora.predict.rollout import check_rollout
 from whichlora.predict.serving import service_of, start_ledger
 from whichlora.serving.step_time import Service
 from whichlora.spec.numeric import Count
+
+MomentsOf: TypeAlias = Callable[
+    [ResolvedRun, Sequence[RankKind]], tuple[Mapping[str, Mapping[str, Count]], bool]
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +61,14 @@ def count_served(job: ResolvedRun, service: Service) -> CountedRun:
     return CountedRun(job=job, moments=moments, is_replayed=False, passes=(), service=service)
 
 
-def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
+def count_run(
+    job: ResolvedRun, *, replayed: bool = True, moments_of: MomentsOf = run_moments
+) -> CountedRun:
     """Count `job` once for any number of calibrations.
 
     Args:
         replayed: whether its requests are replayed, which takes ten times as long as the rest.
+        moments_of: what counts its bytes then.
 
     Raises:
         ConfigError: what a strategy or the trainer refuses.
@@ -73,7 +81,7 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
     check_rollout(job)
     check_layout(job)
     kinds = rank_kinds(job)
-    moments, is_replayed = run_moments(job, kinds) if replayed else (moment_parts(job), False)
+    moments, is_replayed = moments_of(job, kinds) if replayed else (moment_parts(job), False)
     ranks = ranks_work(job, kinds)
     return CountedRun(
         job=job,

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
+from whichlora.predict.alike import SharedLedgers
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.judged import judged_memory, judged_run
+from whichlora.predict.counted import count_run
+from whichlora.predict.judged import judge_moments, judged_memory, judged_run
 from whichlora.predict.parallel_choice import best_spread
-from whichlora.predict.predict import predict
+from whichlora.predict.predict import predict, predict_counted
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
@@ -88,24 +90,37 @@ class Placement:
         }
 
 
-def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration) -> Placement:
-    """`run` on `gpu`: what it needs there, and the largest batch that would fit."""
+def place(
+    model: ModelSpec,
+    run: RunConfig,
+    gpu: GpuSpec,
+    calibration: Calibration,
+    shared: SharedLedgers | None = None,
+) -> Placement:
+    """`run` on `gpu`: what it needs there, and the largest batch that would fit.
 
-    def predicted(each: RunConfig) -> Prediction:
-        return predict(model, each, gpu, calibration)
-
+    Args:
+        shared: of the same run on other cards.
+    """
+    shared = shared or SharedLedgers()
     try:
-        is_open = run.parallel.strategy == AUTO
-        prediction = best_spread(run, predicted) if is_open else predicted(run)
+        if run.parallel.strategy == AUTO:
+            prediction = best_spread(run, lambda each: predict(model, each, gpu, calibration))
+            job = resolve(model, replace(run, parallel=prediction.run.parallel), gpu)
+        else:
+            job = resolve(model, run, gpu)
+            counted = count_run(job, moments_of=shared.run_moments)
+            prediction = predict_counted(counted, calibration)
     except ConfigError as error:
         return Placement(gpu=gpu, prediction=None, refusal=str(error))
-    job = resolve(model, replace(run, parallel=prediction.run.parallel), gpu)
     if prediction.serving is not None:  # whatever is asked for beyond waits
         return Placement(gpu=gpu, prediction=prediction, batch_size=prediction.serving.max_running)
-    step = least_size(job.run, "batch_size")
-    batch_size = step * last_that(
-        lambda size: _fits_by_estimate(job, step * size, calibration), MAX_SIZE // step
-    )
+    step, fits = least_size(job.run, "batch_size"), _batches_that_fit(job, calibration, shared)
+
+    def holds(size: int) -> bool:
+        return fits[size - 1] if size <= len(fits) else _fits_by_estimate(job, size, calibration)
+
+    batch_size = step * last_that(lambda number: holds(step * number), MAX_SIZE // step)
     if prediction.exceeds_host:
         batch_size = 0
     if prediction.fits:  # by a replay, which the estimate may be above
@@ -266,6 +281,16 @@ def _fits(job: ResolvedRun, setting: Size, value: int, calibration: Calibration)
     sized = replace(job, run=with_size(job.run, setting, value))
     _, _, high = judged_run(sized, calibration).bounds()
     return bool(high <= job.gpu.memory_bytes)
+
+
+def _batches_that_fit(
+    job: ResolvedRun, calibration: Calibration, shared: SharedLedgers
+) -> list[bool]:
+    """Whether each of the first batch sizes fits, as of `_fits_by_estimate`."""
+    moments = shared.moments_of_batches(job)
+    _, _, high = judge_moments(job, moments, calibration).bounds()
+    fits: list[bool] = (high <= job.gpu.memory_bytes).tolist()
+    return fits
 
 
 def _fits_by_estimate(job: ResolvedRun, batch_size: int, calibration: Calibration) -> bool:

@@ -15,7 +15,7 @@ from whichlora.calibration.load import load_calibration, stale_note
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.predict import explain as explanation
-from whichlora.predict.alike import Predictor
+from whichlora.predict.alike import Predictor, SharedLedgers
 from whichlora.predict.assumed import assumed
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.defaults import with_open_settings, with_precision
@@ -642,11 +642,11 @@ def where(
     model = load_model(run.model)
     run, of_length = within_positions(model, replace(run, model=model.name))
     rates = rates or load_rates()
-    placements = []
+    shared, placements = SharedLedgers(), []
     for gpu in devices:
         calibration = load_calibration(gpu, calibration_dir)
         asked, of_nodes = on_device(model, run, gpu, calibration)
-        placement = place(model, asked, gpu, calibration)
+        placement = place(model, asked, gpu, calibration, shared)
         if placement.prediction is not None:
             wider = with_unknown_storage(placement.prediction, model)
             placement = replace(placement, prediction=wider)
