@@ -249,7 +249,9 @@ def explain(
         lived = estimates.life(run, gpu, life, calibration_dir=calibration_dir, notes=notes)
         _print_life(lived, as_json=as_json, as_markdown=as_markdown)
         return
-    explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir, notes=notes)
+    explanation = estimates.explain(
+        run, gpu, calibration_dir=calibration_dir, notes=notes, stated=files.stated
+    )
     rules = advice(explanation.prediction.run, explanation.prediction.num_trainable_params)
     if as_json:
         advised = {"advice": [asdict(rule) for rule in rules]} if with_advice else {}
@@ -317,7 +319,12 @@ def where(
     run = only_run(settings, command="where")
     rates = rates_of(prices, country)
     placements = estimates.where(
-        run, gpu, calibration_dir=calibration_dir, notes=files.notes_of_step(run), rates=rates
+        run,
+        gpu,
+        calibration_dir=calibration_dir,
+        notes=files.notes_of_step(run),
+        rates=rates,
+        stated=files.stated,
     )
     if as_json:
         print_json({"placements": [placement.to_dict() for placement in placements]})

@@ -31,12 +31,9 @@ def assumed(
         used_bytes: device memory of a run; None to leave the comparison out.
     """
     run = prediction.run
-    names = [name for name in MOVING if name not in stated]
-    if run.phase != "finetune" or not names:
+    settings = moving_settings(run, stated)
+    if not settings:
         return None
-    settings = {name: getattr(run, name) for name in names}
-    if "precision" in names:
-        settings |= {"base_dtype": run.base_dtype}
     if is_dated(run):
         return Assumed(settings=settings, by_release=True)
     own = {
@@ -47,6 +44,14 @@ def assumed(
     if not own or used_bytes is None:
         return Assumed(settings=settings, own=own)
     return Assumed(settings=settings, own=own, own_bytes=_own_bytes(asked, own, run, used_bytes))
+
+
+def moving_settings(run: RunConfig, stated: Collection[str]) -> dict[str, Any]:
+    """What a fine-tuning has of the settings that move memory by much and are not `stated`."""
+    if run.phase != "finetune":
+        return {}
+    settings = {name: getattr(run, name) for name in MOVING if name not in stated}
+    return settings | ({"base_dtype": run.base_dtype} if "precision" in settings else {})
 
 
 def _own_bytes(

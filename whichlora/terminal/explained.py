@@ -9,6 +9,7 @@ from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.ledger_lines import Line
 from whichlora.predict.words import VERDICTS, headline, not_started
 from whichlora.spec.results import Prediction
+from whichlora.terminal.assumed import assumed_lines
 from whichlora.terminal.several_gpus import kinds_sheet, messages_sheet, spread_lines
 from whichlora.terminal.sheet import WIDE, Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
@@ -45,6 +46,7 @@ def explanation_document(explanation: Explanation) -> Document:
 
 def _closing(explanation: Explanation) -> Iterator[str]:
     prediction = explanation.prediction
+    yield from assumed_lines([prediction])
     if prediction.several_gpus is not None:
         yield from spread_lines(prediction, prediction.several_gpus)
         yield from _unshared(explanation)

@@ -14,6 +14,7 @@ from whichlora.predict.parallel_choice import ON_CHOICE
 from whichlora.predict.words import VERDICTS, describe, gpus_in_words, not_started
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction, Verdict
+from whichlora.terminal.assumed import assumed_lines
 from whichlora.terminal.sheet import WIDE, Document, Sheet
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import without_key
@@ -114,6 +115,7 @@ def _closing(
     """What is said below the table of those that are `judged` and shown, with `most` notes."""
     if hidden := _hidden(placements, judged):
         yield hidden
+    yield from assumed_lines([each.prediction for each in judged if each.prediction is not None])
     for each in judged:
         if each.prediction is not None:  # its memory may be less than the card's
             yield from not_started(each.prediction)

@@ -11,6 +11,7 @@ from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate, closest
 from whichlora.spec.run import USUAL_TRAINER
 from whichlora.terminal.answer import verdict_of
+from whichlora.terminal.assumed import assumed_lines
 from whichlora.terminal.sheet import Document, Sheet
 from whichlora.terminal.short import best_of_each_model, not_shown, print_reasons, reason_lines
 from whichlora.terminal.tables import open_console, print_table, say
@@ -40,7 +41,7 @@ def print_recommended(recommendation: Recommendation) -> None:
     print_reasons(console, answer)
     for line in _named_without_row(recommendation):
         say(console, line)
-    for line in _recipe_lines(recommendation):
+    for line in (*assumed_lines(recommendation.assumed), *_recipe_lines(recommendation)):
         say(console, line)
     for rule in recommendation.advice:
         say(console, f"advice: {rule.in_words}")
@@ -54,7 +55,7 @@ def recommended_document(recommendation: Recommendation) -> Document:
     sheets = (_models_sheet(recommendation), _savings_sheet(recommendation))
     title, *lines = map(str.strip, reason_lines(recommendation.answer))
     lines += _named_without_row(recommendation)
-    lines += _recipe_lines(recommendation)
+    lines += [*assumed_lines(recommendation.assumed), *_recipe_lines(recommendation)]
     lines += [f"advice: {rule.in_words}" for rule in recommendation.advice]
     return Document(
         title=title,

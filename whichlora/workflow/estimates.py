@@ -559,11 +559,13 @@ def explain(
     *,
     calibration_dir: Path | None = None,
     notes: tuple[str, ...] = (),
+    stated: Collection[str] | None = None,
 ) -> Explanation:
     """The prediction of `run` taken apart, and what other choices would change.
 
     Args:
         notes: beside those of the prediction.
+        stated: as `estimate` takes them.
 
     Raises:
         ConfigError: an unknown model or accelerator, or settings that exclude each other.
@@ -571,8 +573,8 @@ def explain(
     device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
-    run, of_length = within_positions(model, replace(run, model=model.name))
-    run, of_nodes = on_device(model, run, device, calibration)
+    asked, of_length = within_positions(model, replace(run, model=model.name))
+    run, of_nodes = on_device(model, asked, device, calibration)
     if run.parallel.strategy == AUTO:
         best = best_spread(run, lambda each: predict(model, each, device, calibration))
         run = replace(run, parallel=best.run.parallel)
@@ -583,8 +585,15 @@ def explain(
         prediction = explained.prediction
     prediction = with_unknown_storage(prediction, model)
     basis = prediction.basis + stale_note(calibration, calibration_dir)
+    predictor = Predictor()
+
+    def used_bytes(each: RunConfig) -> int:
+        return predictor.judge(model, each, device, calibration).memory.device_used_bytes
+
+    told = None if stated is None else assumed(model, asked, prediction, stated, used_bytes)
     prediction = replace(
         prediction,
+        assumed=told,
         basis=basis,
         notes=(*notes, *of_nodes, *of_length, *prediction.notes),
         cost=_cost(prediction, device, load_rates()),
@@ -624,11 +633,13 @@ def where(
     calibration_dir: Path | None = None,
     notes: tuple[str, ...] = (),
     rates: Rates | None = None,
+    stated: Collection[str] | None = None,
 ) -> Answers[Placement]:
     """`run` on each of `gpus`, the smallest that fits first; "all" means those of the catalog.
 
     Args:
         notes: of every prediction, beside its own.
+        stated: as `estimate` takes them; nobody compares a card with the trainer's own defaults.
         rates: as `estimate` takes them.
 
     Raises:
@@ -649,6 +660,8 @@ def where(
         placement = place(model, asked, gpu, calibration, shared)
         if placement.prediction is not None:
             wider = with_unknown_storage(placement.prediction, model)
+            if stated is not None:
+                wider = replace(wider, assumed=assumed(model, run, wider, stated, None))
             placement = replace(placement, prediction=wider)
         placements.append(_completed(placement, (*notes, *of_nodes, *of_length), rates))
     if all(placement.prediction is None for placement in placements):

@@ -18,6 +18,7 @@ from whichlora.dataset.media import read_by
 from whichlora.errors import ConfigError
 from whichlora.methods import under_trainer, with_method
 from whichlora.predict.advice import Advice, advice
+from whichlora.predict.assumed import MOVING, moving_settings
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.largest import Placement
 from whichlora.search.feasibility import closest
@@ -27,7 +28,7 @@ from whichlora.spec.data_format import TRANSCRIPTS, DataFormat
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import is_number
 from whichlora.spec.parallel import MOST_GPUS
-from whichlora.spec.results import Prediction
+from whichlora.spec.results import Assumed, Prediction
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, USUAL_TRAINER, RunConfig
 from whichlora.store.costs import find_grid, load_rates
 from whichlora.store.gpus import find_target, list_gpus, one_number
@@ -233,6 +234,16 @@ class Recommendation:
             return ()
         tokens = None if self.assumes_data else self.answer.dataset["tokens_per_epoch"]
         return advice(winner.run, winner.prediction.num_trainable_params, tokens)
+
+    @property
+    def assumed(self) -> tuple[Prediction, ...]:
+        """The winner, or what comes closest, with the settings that nobody asked for."""
+        told = self.answer.winner or self.nearest
+        if told is None:
+            return ()
+        asked = {"seq_len", *(name for name in MOVING if name in self.plan)}
+        assumed = Assumed(settings=moving_settings(told.prediction.run, asked))
+        return (replace(told.prediction, assumed=assumed),)
 
     @property
     def savings(self) -> tuple[Alternative, ...]:
