@@ -304,7 +304,7 @@ def where(
     country: str | None = None,
     **settings: Unpack[RunSettings],
 ) -> Answers[Placement]:
-    """One run on every accelerator of the catalog, or on some, the smallest that fits first.
+    """One run on every accelerator of the catalog, or on some; the smallest that fits comes first.
 
     >>> where("Qwen/Qwen2.5-7B", method="qlora", seq_len=1024)[0].gpu.key
     't4-16gb'
@@ -332,7 +332,7 @@ def where(
 def compare_methods(
     model: str = COMMON_MODEL, gpu: str = COMMON_GPU, *, calibration_dir: AnyPath | None = None
 ) -> list[MethodRow]:
-    """What each fine-tuning method trains on `model`, and takes against LoRA, with usual settings.
+    """What each fine-tuning method trains on `model`, and its cost relative to LoRA.
 
     >>> [row.name for row in compare_methods() if not row.merges]
     ['full', 'prompt-tuning', 'p-tuning', 'beft', 'lily', 'prefix-tuning', 'cartridge',
@@ -649,7 +649,7 @@ def _types(gpu: str | Sequence[str]) -> list[str]:
 
 
 def _numbers(gpus: Any) -> list[Any]:
-    """The counts in `gpus`, whatever their value; none where they are types, an older meaning.
+    """The counts in `gpus`; empty where they are types, an older meaning.
 
     Raises:
         ConfigError: counts beside types.
@@ -668,7 +668,7 @@ def _numbers(gpus: Any) -> list[Any]:
 
 
 def _old_spelling(gpu: str | Sequence[str], gpus: str | Sequence[str]) -> list[str]:
-    """The types in `gpus`, of which a warning says how they are written now.
+    """The types in `gpus`, with a warning that says how they are written now.
 
     Raises:
         ConfigError: `gpus` stands beside `gpu`.
@@ -692,7 +692,7 @@ def _plain(value: Any) -> Any:
 
 
 def _in_plan(value: Any) -> Any:
-    """What a config file says for a value that is none of JSON's.
+    """What a config file says for a value that JSON has no type for.
 
     Raises:
         ConfigError: a file can't say it.
@@ -719,7 +719,7 @@ def _models(models: Any) -> list[Any]:
 
 
 def _tokens(name: str, value: Any) -> Any:
-    """A length that may be written as "4k"; of anything else the run says what is wrong.
+    """A length that may be written as "4k"; other values are checked with the run.
 
     Raises:
         ConfigError: a text that is no number of tokens.

@@ -75,7 +75,7 @@ class Imported:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user must know: keys that nobody knows, each assumption, and whose file it is."""
+        """Notes for the user: unknown keys, assumptions, and whose file it is."""
         unknown = [f"unknown keys, not used: {', '.join(self.unknown)}"] if self.unknown else []
         return (
             *(f"{self.path}: {text}" for text in (*unknown, *self.assumed)),
@@ -149,16 +149,16 @@ class Keys:
         return self._values.get(name) is not None
 
     def states_none(self, name: str) -> bool:
-        """Whether the key is there without a value, as it switches off what has a default."""
+        """Whether the key has an empty value, which switches off what has a default."""
         return name in self._values and self._values[name] is None
 
     def under(self, prefix: str) -> list[str]:
-        """What stands after `prefix` and a dot, in their order."""
+        """Names after `prefix` and a dot, in their order."""
         start = f"{prefix}."
         return [name.removeprefix(start) for name in self._values if name.startswith(start)]
 
     def renamed(self, names: Mapping[str, str]) -> Keys:
-        """The keys that `names` has, by their other names; notes and refusals are of both."""
+        """The keys of `names` under their new names; notes and refusals are shared."""
         return self._with({new: self.raw(old) for old, new in names.items() if old in self})
 
     def over(self, defaults: Mapping[str, Any]) -> Keys:
@@ -190,7 +190,7 @@ class Keys:
         return value
 
     def read_elsewhere(self, name: str) -> None:
-        """Take a key as read whose value holds what other keys say."""
+        """Mark a key as read, whose content other keys hold."""
         self.used[name] = None
 
     def is_unread(self, name: str) -> bool:
@@ -315,7 +315,7 @@ class Keys:
         return model_name
 
     def names(self, name: str) -> tuple[str, ...]:
-        """A list of names, or one text with commas."""
+        """A list of names, or one text that is split at commas."""
         value = self.raw(name)
         if value is None:
             return ()
@@ -379,7 +379,7 @@ class Keys:
         return None
 
     def assume(self, name: str, text: str) -> None:
-        """Say what is predicted in place of what `name` asks for."""
+        """Note what is predicted in place of what `name` asks for."""
         self.used[name] = None
         self.assumed.append(f"{name}: {text}")
 
@@ -401,7 +401,7 @@ class Keys:
         self.saying[setting] = FileKey(name, values or {})
 
     def refuse_several(self, setting: str, name: str) -> None:
-        """Refuse a value that a script computes, with those that its name is set to."""
+        """Refuse a value that a script computes; the message has those that its name is set to."""
         value = self._values.get(name)
         values = [each for each in getattr(value, "values", ()) if isinstance(each, str)]
         shown = ", ".join(repr(each[:60]) for each in values[:4])
@@ -463,7 +463,7 @@ class Tool:
     sections: frozenset[str] = frozenset()
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """`values` with the keys of its sections among them."""
+        """`values` with the keys of its sections moved to the top level."""
         flat: dict[str, Any] = {}
         for name, value in values.items():
             if name in self.sections and isinstance(value, Mapping):
@@ -517,7 +517,7 @@ def _is_on(value: Any) -> bool:
 
 
 def adapter_method(quant: str, *, use_dora: bool) -> str:
-    """The method whose `peft.LoraConfig` and storage of the base these are."""
+    """The method with this `peft.LoraConfig` and this storage of the base."""
     four_bit = quant in FOUR_BIT_BNB
     return next(
         method.name
@@ -571,7 +571,7 @@ def names_or_pattern(keys: Keys, name: str) -> tuple[str, ...]:
 
 
 def optimizer(keys: Keys, name: str, libraries: Libraries) -> str:
-    """The optimizer that the Trainer knows as the value of `name`, or has in its release."""
+    """The optimizer that `name` states, or the default of the Trainer's release."""
     optim = keys.word(name, usual_optimizer(libraries))
     if optim not in OPTIMIZER_NAMES:
         predicted = ", ".join(OPTIMIZER_NAMES)

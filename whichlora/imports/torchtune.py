@@ -88,7 +88,7 @@ def _builder(keys: Keys) -> tuple[str, str]:
 
 
 def _model(keys: Keys, package: str, builder: str) -> str:
-    """Of the builder, since the folder of the checkpoint may have any name."""
+    """The model by its builder, since the folder of the checkpoint may have any name."""
     if keys.asked_model:
         return keys.model()
     plain = builder.removeprefix("qlora_").removeprefix("lora_")
@@ -105,7 +105,7 @@ def _model(keys: Keys, package: str, builder: str) -> str:
 
 
 def _refuse_steps(keys: Keys) -> None:
-    """Where the recipe is another one than supervised fine-tuning of texts."""
+    """Refuse recipes other than supervised fine-tuning on text."""
     recipe = next((recipe for key, recipe in _OTHER_STEPS.items() if key in keys), "")
     if "rlhf" in keys.word("loss._component_"):
         recipe = recipe or "learning preferences"
@@ -141,7 +141,7 @@ def _optimizer(keys: Keys) -> str:
 
 
 def _loss(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The nearest head: a compiled loss in parts holds no logits, as Liger's.
+    """The nearest loss head: a compiled loss in chunks holds no logits, as Liger's.
 
     The README of torchtune has 24.9 GiB for all weights of Llama-3.2-3B at 2 x 4096 tokens, where
     this head gives 25.2. Without `compile` autograd keeps the log-probabilities of every part.

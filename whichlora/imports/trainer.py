@@ -94,7 +94,7 @@ def trainer_settings(
 
 
 def checkpointing(keys: Keys, launch: Launch, *, default: bool | None) -> dict[str, Any]:
-    """Whether and how; transformers 5 has two names for both keys."""
+    """Whether layers are checkpointed, and how; transformers 5 has two names for both keys."""
     options: Mapping[str, Any] = {}
     is_on = default
     for prefix in ("gradient", "activation"):
@@ -130,7 +130,7 @@ def allocator(launch: Launch) -> dict[str, Any]:
 
 
 def autocast(keys: Keys, launch: Launch, *, default: str = "") -> str:
-    """Of the arguments, else `default`, else of the launcher: "bf16", "fp16" or "no"."""
+    """Autocast of the arguments, else `default`, else of the launcher: "bf16", "fp16" or "no"."""
     fp16, bf16 = keys.flag("fp16"), keys.flag("bf16")
     if fp16 or bf16:
         return "fp16" if fp16 else "bf16"
@@ -226,7 +226,7 @@ def compute_dtype(keys: Keys, name: str, precision: str, *, default: str) -> dic
 
 
 def note_adapters(keys: Keys, *, read: bool) -> None:
-    """Say that keys ask for adapters, where all weights are trained.
+    """Note that keys name adapters although all weights are trained.
 
     Args:
         read: the tool has such keys and needs its switch beside them; else a script of its own
@@ -244,7 +244,7 @@ _NEAREST = {"xformers": "sdpa-efficient", "sage": "flash_attention_2"}
 
 
 def attention(keys: Keys, name: str, kernels: Mapping[str, str], *, default: str) -> str:
-    """The attention kernel, by the tool's own words; a switch, of older versions, is of flash."""
+    """The attention kernel, by the tool's own words; a boolean of older versions means flash."""
     switch = keys.raw(name)
     if isinstance(switch, bool):
         return "flash_attention_2" if switch else kernels[default]
@@ -332,7 +332,7 @@ _SPREADS = frozenset(
 
 
 def _refuse_own_ways(keys: Keys) -> None:
-    """Where a script of its own spreads a run in its own words."""
+    """Refuse options of a script that names FSDP or DeepSpeed in its own words."""
     asking = keys.switched_on(("fsdp", "deepspeed", "zero"), without=_SPREADS)
     if asking:
         text = "how a script of its own spreads a run is not read"
@@ -344,7 +344,7 @@ _OF_PAIRS = frozenset({"run_summarization", "run_translation"})
 
 
 def _two_lengths(keys: Keys, launch: Launch) -> dict[str, int]:
-    """Lengths of a source and its target, of a script that learns pairs of texts.
+    """Lengths of source and target, for a script that trains on pairs of texts.
 
     Source: transformers 5.23 examples/pytorch/summarization/run_summarization.py and
     translation/run_translation.py, `DataTrainingArguments`.

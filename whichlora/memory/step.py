@@ -60,7 +60,7 @@ from whichlora.trainers.base import LogitsLoss, Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A steady step, the second or later, so that the optimizer's states exist.
+    """A step after the first, when the optimizer's states exist.
 
     Args:
         targets: names of the matrices that get an adapter.
@@ -113,13 +113,13 @@ class TrainingStep:
 
     @cached_property
     def saved_encoder_out(self) -> Count:
-        """Bytes of an encoder's output that layers of the decoder keep; of two lengths alone."""
+        """Bytes of the encoder's output that decoder layers save, where lengths differ."""
         decoder = (self.layers[number].saved_memory for number in self.second_stack)
         return largest(0 * self.tokens, *(decoder if self.has_two_lengths else ()))
 
     @cached_property
     def named_encoder_out(self) -> Count:
-        """The same where only variables of the forward hold it."""
+        """Bytes of the encoder's output that only local variables of the forward hold."""
         decoder = (self.layers[number].memory for number in self.second_stack)
         held = largest(0 * self.tokens, *(decoder if self.has_two_lengths else ()))
         return held - self.saved_encoder_out
@@ -130,7 +130,7 @@ class TrainingStep:
 
     @property
     def num_forwards(self) -> Count:
-        """With a graph, of one micro-step."""
+        """Forwards with a graph in one micro-step."""
         columns = self.trainer.columns(self.run)
         if columns is None:
             return 1
@@ -138,7 +138,7 @@ class TrainingStep:
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients are there before the model goes backward, so that it adds to them."""
+        """Whether gradients exist before the backward, which then adds to them."""
         return self.accumulates or self.method.in_loss
 
     # --- what is trained ------------------------------------------------------------------------
@@ -188,14 +188,14 @@ class TrainingStep:
 
     @cached_property
     def around_layers(self) -> tuple[Entry, ...]:
-        """Those of them that are there before the first layer's forward, and after its backward."""
+        """Those of `always` that live before the first layer's forward and after its backward."""
         return lasting.around_layers(self)
 
     # --- the layers -----------------------------------------------------------------------------
 
     @cached_property
     def num_idle_layers(self) -> int:
-        """First layers that nothing flows back through, since what is trained comes after them.
+        """Number of first layers without a backward, since all that is trained comes after them.
 
         Kind: exact; 0 where they are checkpointed, or not known to stand in one order. Source:
         torch 2.13 `VariableType.cpp`: no node is made where no input needs a gradient.
@@ -277,7 +277,7 @@ class TrainingStep:
 
     @property
     def gives_input_gradient(self) -> bool:
-        """Whether a gradient flows through all of the first layer."""
+        """Whether the first layer returns a gradient of its input."""
         from_images = self.learns_from_images and not self.attends
         streams = self.model.streams
         is_projected = streams is not None and any(
@@ -287,17 +287,17 @@ class TrainingStep:
 
     @property
     def attends(self) -> bool:
-        """Whether layers attend to what a tower returns, which stands in no row of the text."""
+        """Whether layers cross-attend to a tower's vectors, which are no tokens of the text."""
         return self.model.tower is not None and self.model.tower.attended
 
     @property
     def transcribes(self) -> bool:
-        """Whether it is sound, which stands in the place of tokens."""
+        """Whether layers cross-attend to a clip of sound (Whisper)."""
         return self.model.tower is not None and self.model.tower.transcribes
 
     @property
     def learns_from_images(self) -> bool:
-        """Whether a gradient flows into a vision tower, or into what it makes of the patches."""
+        """Whether a gradient flows into a vision tower, or into its embedded patches."""
         tower = self.model.tower
         if tower is None:
             return False
@@ -347,17 +347,17 @@ class TrainingStep:
 
     @property
     def encodes_apart(self) -> bool:
-        """Whether a layer of the encoder may need more than one of its decoder, at other times."""
+        """Whether the encoder's backward is a moment of its own beside the decoder's."""
         return bool(self.second_stack) and self.model.groups[0].layer.has_own_tokens
 
     @cached_property
     def first_kinds(self) -> tuple[int, ...]:
-        """Groups that the layer whose backward comes last may be of."""
+        """Groups of layers one of which goes backward last."""
         return self._kinds_at(self.num_idle_layers, self.first_stack)
 
     @cached_property
     def first_decoder_kinds(self) -> tuple[int, ...]:
-        """So of the decoder after an encoder."""
+        """`first_kinds` of a decoder after an encoder."""
         return self._kinds_at(0, self.second_stack)
 
     def _kinds_at(self, place: int, stack: tuple[int, ...]) -> tuple[int, ...]:
@@ -803,7 +803,7 @@ class TrainingStep:
 
     @cached_property
     def kept_logits_bytes(self) -> Count:
-        """Logits that the caller holds while the model goes backward."""
+        """Bytes of logits that the caller holds during the backward."""
         # `Trainer.compute_loss` of transformers 5.23 returns the loss alone: its local `outputs`,
         # the last name of the logits, goes before `accelerator.backward` begins
         if self.trainer.outputs_held(self.run) == "until_loss":
@@ -812,12 +812,12 @@ class TrainingStep:
 
     @cached_property
     def layer_backward_bytes(self) -> Count:
-        """Worst backward of a layer, beside what all layers keep."""
+        """Bytes at the worst layer's backward, beside what all layers save."""
         # with accumulation no layer leaves new gradients: `AccumulateGrad` adds to those there are
         return self.layer_backward_where(leaves_gradients=not self.gradients_wait)
 
     def layer_backward_where(self, *, leaves_gradients: bool) -> Count:
-        """`layer_backward_bytes` where layers leave their gradients, or somebody takes them."""
+        """`layer_backward_bytes` where gradients of layers stay, or are taken away."""
         left_behind = [
             layer.graph_behind_held + (layer.gradients if leaves_gradients else 0)
             for layer in self.layers
@@ -838,7 +838,7 @@ class TrainingStep:
         )
 
     def _worst_in_stack(self, numbers: tuple[int, ...], left_behind: list[Count]) -> Count:
-        """Worst backward of a layer in one of two stacks, of groups `numbers`.
+        """Bytes at the worst layer's backward in one of two stacks, which has the groups `numbers`.
 
         Its first layer, if there are others, has a moment of its own.
         """
@@ -856,7 +856,7 @@ class TrainingStep:
 
     @property
     def encoder_backward_bytes(self) -> Count:
-        """Worst backward of an encoder's layer, beside what all of its layers keep."""
+        """Bytes at the worst encoder layer's backward, beside what all encoder layers save."""
         if not self.has_two_lengths:
             return largest(*(self.passes.backward[number] for number in self.first_stack))
         left_behind = [layer.gradients * (not self.gradients_wait) for layer in self.layers]
@@ -870,7 +870,7 @@ class TrainingStep:
 
     @cached_property
     def keys_in_first_layer(self) -> Count:
-        """Keys and values that later layers have read, and their graphs, in the first's backward.
+        """Keys and values that later layers read, with their graphs, in the first layer's backward.
 
         Kind: exact. Source: transformers 5.23 `Gemma4TextModel.forward`: one dict of them is an
         argument of every layer's checkpoint.
@@ -902,14 +902,14 @@ class TrainingStep:
 
     @property
     def tied_gradients_wait(self) -> bool:
-        """Whether a trained head and the embedding are one tensor, whose gradient has two parts."""
+        """Whether a trained head is tied to the embedding, so that their gradients are summed."""
         head = self.model.masked_head
         is_tied = self.model.head_tied or (head is not None and head.tied)
         return self.method.trains_base and is_tied
 
     @property
     def adds_tied_in_place(self) -> bool:
-        """Whether the sum of both parts takes the place of the first.
+        """Whether both gradients of a tied head are summed in place.
 
         Source: torch 2.13 `InputBuffer::accumulate`: in place, unless a tensor is a view, as the
         `mm` of a head leaves its gradient; autocast's cast and a fused head make new tensors.
@@ -919,7 +919,7 @@ class TrainingStep:
 
     @cached_property
     def head_gradient(self) -> int:
-        """The first gradient that a backward makes; 0 where the head is frozen."""
+        """Bytes of the head's gradient, the first of a backward; 0 where the head is frozen."""
         if self.method.trains_base:
             return self.tied_params * self.param_bytes
         return int(
@@ -928,12 +928,12 @@ class TrainingStep:
 
     @property
     def gradients_of_term(self) -> Count:
-        """Those that the loss's own term of the adapters leaves before the layers go backward."""
+        """Gradients of a loss term on the adapters, which come before the layers' backward."""
         return self.all_gradients * self.method.in_loss
 
     @cached_property
     def gradients_in_layers(self) -> Count:
-        """Gradients of this micro-step beside the layers' own while the layers go backward.
+        """Gradients of this micro-step, beside those of layers, during the layers' backward.
 
         With accumulation all of them are there since earlier micro-steps, and torch's
         `AccumulateGrad` adds in place; only of a tied head a second one waits.
@@ -946,7 +946,7 @@ class TrainingStep:
         return gradient + of_head + self.merging_gradients + self.gradients_of_term
 
     def _gradients_of(self, linears: Iterable[Linear]) -> Count:
-        """Those of matrices around the layers, or of their adapters."""
+        """Gradients of matrices around the layers, or of their adapters."""
         total: Count = 0 * self.num_trained
         for linear in linears:
             if self.method.trains_base:
@@ -957,13 +957,13 @@ class TrainingStep:
 
     @cached_property
     def merging_gradients(self) -> Count:
-        """Those of matrices after the last layer, which come before the layers' own."""
+        """Gradients of matrices after the last layer, which come before those of layers."""
         streams = self.model.streams
         return self._gradients_of(() if streams is None else streams.merging)
 
     @cached_property
     def _gradients_before_layers(self) -> Count:
-        """Those of matrices that make the inputs of all layers, and several states of one."""
+        """Gradients of matrices that make the inputs of layers, and further streams."""
         model = self.model
         expanding = () if model.streams is None else model.streams.expanding
         projecting = () if model.layer_input_norm is None else model.head_linears
@@ -971,7 +971,7 @@ class TrainingStep:
 
     @cached_property
     def late_gradients(self) -> Count:
-        """Gradients of this micro-step when the first layer goes backward, the last to do so."""
+        """Gradients of this micro-step during the first layer's backward, which comes last."""
         gradients = self.gradients_in_layers
         of_first = largest(*(self.layers[number].gradients for number in self.first_kinds))
         if self.method.in_loss and self.accumulates:
@@ -993,13 +993,13 @@ class TrainingStep:
 
     @property
     def _gathered_params(self) -> Count:
-        """Of trained tensors that several layers read, those of one layer."""
+        """Parameters of one layer's part in trained tensors that several layers read."""
         linears = adapted_linears(self.model, self.targets)
         return sum(t.rows * t.width for t in self.method.shared_tensors(linears, self.r))
 
     @property
     def embedding_gradients(self) -> Count:
-        """Those of looked-up tables, which come after all layers."""
+        """Gradients of embedding tables, which come after all layers."""
         # `embedding_dense_backward` of torch 2.13 makes a gradient of all rows of the table,
         # however few of them the batch has
         size = gradient_bytes(module for module in self.saved_modules if module.is_embedding)
@@ -1014,7 +1014,7 @@ class TrainingStep:
 
     @property
     def table_gradient(self) -> int:
-        """That of the token table, where it is trained."""
+        """Gradient of the token embedding, where it is trained."""
         if self.method.trains_base:
             table = self.model.embeddings[0]
             return table.num_params * self.param_bytes * table.trains
@@ -1074,19 +1074,19 @@ class TrainingStep:
 
     @property
     def _lasting_copies(self) -> int:
-        """Adapters and states; of the base's weights `UNSPLIT_WEIGHTS` counts them."""
+        """Unsplit remainders of adapters and states; `UNSPLIT_WEIGHTS` has those of the base."""
         return int(not self.method.trains_base) + optimizer.num_wide_states(self.run.optimizer)
 
     @cached_property
     def remainders(self) -> Entry:
-        """Of blocks while activations are kept, and gradients of earlier micro-steps."""
+        """Unsplit remainders while activations and gradients of earlier micro-steps live."""
         of_activations = 0 * self.tokens + self._saved_remainder(self.passes.groups)
         copies = self._lasting_copies + int(self.accumulates)
         return Entry(allocator.REMAINDERS, of_activations + copies * self._trained_remainder)
 
     @cached_property
     def late_remainders(self) -> Entry:
-        """Of blocks when the activations are gone and all gradients are there."""
+        """Unsplit remainders when activations are freed and all gradients exist."""
         copies = self._lasting_copies + 1
         return Entry(allocator.REMAINDERS, copies * self._trained_remainder)
 

@@ -57,7 +57,7 @@ _AS_ADAM = ("adamw_hf", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "
 
 
 def narrowed(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
-    """The rank's step in DeepSpeed's dtypes: every parameter has 16 bits, and nothing is cast.
+    """The rank's step in DeepSpeed's dtypes: all parameters in 16 bit, no autocast.
 
     Source: deepspeed 0.19.8 `DeepSpeedEngine._cast_module_mixed_precision`; accelerate 1.15
     `_prepare_deepspeed` enters no autocast, unlike `prepare_model`.
@@ -80,7 +80,7 @@ def narrowed(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
 
 
 def _updated_on_host(rank: RankKind, spread: Spread) -> RankKind:
-    """The rank with DeepSpeed's CPU Adam, whatever other optimizer is offloaded.
+    """The rank with DeepSpeed's CPU Adam, which replaces any optimizer that is offloaded.
 
     Source: accelerate 1.15 `_prepare_deepspeed`, `map_pytorch_optim_to_deepspeed`.
     """
@@ -110,7 +110,7 @@ def check(step: TrainingStep, spread: Spread) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of one flat group of parameters, in elements.
+    """How one flat group of parameters is divided over ranks, in elements.
 
     Args:
         partition: of each rank, padded.
@@ -127,7 +127,7 @@ class Shares:
 
 @lru_cache(maxsize=256)
 def flat_shares(sizes: tuple[int, ...], ranks: int) -> Shares:
-    """How one flat group of parameters of `sizes` elements, in order, is divided.
+    """The division of one flat group, whose parameters have `sizes` elements in this order.
 
     Kind: exact. Source: deepspeed 0.19.8 `flatten_dense_tensors_aligned`, `get_partition_info`.
     """
@@ -154,7 +154,7 @@ def flat_shares(sizes: tuple[int, ...], ranks: int) -> Shares:
 
 
 def estimated_shares(tensors: Sequence[Trained], ranks: int) -> Shares:
-    """The same of adapters, whose sizes may be arrays.
+    """`flat_shares` of adapters, whose sizes may be arrays.
 
     Kind: upper bound of `whole`, by less than the largest adapter matrix. Source: `flat_shares`.
     """
@@ -166,7 +166,7 @@ def estimated_shares(tensors: Sequence[Trained], ranks: int) -> Shares:
 
 
 def parameter_order(step: TrainingStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements of each parameter of a trained base, as modules register them: decaying, others.
+    """Elements of each parameter of a trained base, in order: with weight decay, and without.
 
     Kind: exact but for the order of a layer's own matrices. Source: transformers 5.23
     `Trainer.create_optimizer`, which lets norms and biases go without decay.
@@ -195,7 +195,7 @@ def parameter_order(step: TrainingStep) -> tuple[tuple[int, ...], tuple[int, ...
 
 @dataclass(frozen=True)
 class Partitioned:
-    """What one rank of `ranks` keeps of what is trained.
+    """What one rank keeps of the trained parameters, their gradients and states.
 
     Args:
         step: in DeepSpeed's dtypes.
@@ -243,7 +243,7 @@ class Partitioned:
 
     @property
     def updated(self) -> tuple[Trained, ...]:
-        """Of these vectors, what one update of the optimizer reads and writes."""
+        """Those vectors that one update of the optimizer reads and writes."""
         return self.flat
 
     @cached_property
@@ -254,7 +254,7 @@ class Partitioned:
 
     @cached_property
     def update_temporaries(self) -> Count:
-        """Of the update of one flat vector.
+        """Bytes of temporaries while one flat vector is updated.
 
         Kind: exact. Source: torch 2.13 `_multi_tensor_adam` makes one list; on a CPU
         `_single_tensor_adam` holds the root and the quotient of one tensor at once.
@@ -272,7 +272,7 @@ class Partitioned:
 
     @property
     def reduced_copy_bytes(self) -> Count:
-        """A bucket whose parts belong to several ranks is reduced in a copy.
+        """Bytes of the copy in which a bucket is reduced that several ranks share.
 
         Kind: upper bound: the last bucket may be less full. Source: deepspeed 0.19.8
         `allreduce_bucket`; `reduce_scatter_coalesced` of stage 3.
@@ -281,7 +281,7 @@ class Partitioned:
 
     @property
     def waiting_bytes(self) -> Count:
-        """A gradient too large for the bucket waits until the next one is there.
+        """Bytes of a gradient that is too large for a bucket, and waits for the next gradient.
 
         Kind: exact. Source: deepspeed 0.19.8 `extra_large_param_to_reduce` of stages 1 and 2;
         `__add_grad_to_ipg_bucket` of stage 3.
@@ -298,7 +298,7 @@ class Partitioned:
 
     @property
     def overlapped_bytes(self) -> Count:
-        """What the first rank holds beside all gradients when the last layers are reduced.
+        """What the first rank holds beside all gradients while the last layers are reduced.
 
         Stage 1 keeps gradients of other partitions until the epilogue, but for those in a bucket.
         The rank's own move into its buffer, which has room for the embeddings, too.
@@ -422,7 +422,7 @@ DEVICE_BUFFER = Fact(
 
 
 def with_partitioned_states(entries: Iterable[Entry], part: Partitioned) -> Iterator[Entry]:
-    """`entries` with this rank's states and fp32 partition in place of all states."""
+    """`entries` with the states and the fp32 partition of one rank in place of all states."""
     on_device = not offloads(part.spread, "optimizer")
     for entry in entries:
         if entry.fact is not optimizer.STATES:
@@ -467,7 +467,7 @@ def to_and_from_host(
     fetches: int = 0,
     sent_back: int,
 ) -> tuple[Message, ...]:
-    """Copies of an offloaded update: gradients, widened on the GPU, leave; parameters come back.
+    """Copies of an offloaded update: fp32 gradients to the host, updated parameters back.
 
     Args:
         accumulated: bytes of gradients that micro-steps store on the host, and fetch to add to.
@@ -502,7 +502,7 @@ def to_and_from_host(
 
 
 def gathered_once(rank: RankKind, spread: Spread) -> Message:
-    """All updated parameters, which every rank gathers after its update."""
+    """The all-gather of updated parameters after each rank's update."""
     step = rank.step
     return Message(
         what="updated parameters",
@@ -515,7 +515,7 @@ def gathered_once(rank: RankKind, spread: Spread) -> Message:
 
 
 def num_reductions(step: TrainingStep, spread: Spread) -> Count:
-    """Messages in which the gradients of one micro-step are reduced.
+    """Number of messages that reduce the gradients of one micro-step.
 
     Kind: estimate: buckets are full, and no gradient is divided. Source: deepspeed 0.19.8
     `reduce_independent_p_g_buckets_and_remove_grads`.
@@ -526,7 +526,7 @@ def num_reductions(step: TrainingStep, spread: Spread) -> Count:
 
 
 def reduced(rank: RankKind, spread: Spread, *, micro_steps: int | None) -> Message:
-    """Gradients of all ranks, summed: whole buckets, of which each rank keeps its share.
+    """The sum of gradients over ranks: whole buckets, of which each rank keeps its share.
 
     Source: deepspeed 0.19.8 `allreduce_and_scatter`: an all-reduce, not a reduce-scatter.
     """
@@ -640,13 +640,13 @@ def replicated_moments(
 
 
 def reducing(part: Partitioned, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """The moment of `entries` when a bucket is reduced, and no layer runs."""
+    """`entries` at the moment when a bucket is reduced and no layer runs."""
     before = without(entries, one_device.LAYER_BACKWARD, WAITING)
     return (*before, Entry(REDUCED_COPY, part.reduced_copy_bytes))
 
 
 def resting_entries(part: Partitioned, moments: Moments) -> tuple[Entry, ...]:
-    """What lives in the update beside gradients and temporaries, and between steps."""
+    """What lives during the update beside gradients and temporaries, and between steps."""
     entries = with_partitioned_states(moments["optimizer_step"], part)
     dropped = (*GRADIENTS, optimizer.TEMPORARIES)
     return (*without(entries, *dropped), *_device_buffer(part))
@@ -655,7 +655,7 @@ def resting_entries(part: Partitioned, moments: Moments) -> tuple[Entry, ...]:
 def update_moments(
     part: Partitioned, resting: tuple[Entry, ...], gradients: Entry
 ) -> dict[str, tuple[Entry, ...]]:
-    """In the update: the flat gradient is made, then read by the optimizer.
+    """Moments of the update: the flat gradient is made, then read by the optimizer.
 
     Args:
         gradients: what is replaced by the flat gradient.

@@ -77,7 +77,7 @@ class Served:
 
     @property
     def shared_tokens(self) -> int:
-        """Of a prompt, what all sequences begin with; its last token is computed for each.
+        """Tokens of the prefix that all prompts share; the last token is computed for each.
 
         Source: vLLM 0.33.0 v1/core/kv_cache_manager.py:302 max_cache_hit_length.
         """
@@ -139,7 +139,7 @@ class Pool:
         return num_blocks * self.block_bytes
 
     def spare_bytes(self, context: int) -> int:
-        """Beside one sequence of `context` tokens; below 0 where it lacks room for that."""
+        """Bytes left beside one sequence of `context` tokens; below 0 where it does not fit."""
         return self.num_bytes - self.sequence_bytes(context)
 
     def max_concurrency(self, context: Count) -> Real:
@@ -150,11 +150,11 @@ class Pool:
         return self.num_blocks / self.blocks_of(context)
 
     def num_tokens(self, context: int) -> int:
-        """That it holds of sequences of `context` tokens, as engines log it."""
+        """Tokens of the pool for sequences of `context` tokens, as engines log it."""
         return int(self.max_concurrency(context) * context)
 
     def num_sequences(self, context: Count, shared_tokens: int = 0) -> Count:
-        """Whole sequences of `context` tokens that it holds; their common prefix is there once."""
+        """Sequences of `context` tokens that fit as a whole; a common prefix is stored once."""
         needed = self.blocks_of(context)
         unshared = largest(1, needed - self.shared_of(shared_tokens))
         return where(needed > self.num_blocks, 0, floor_div(self.num_blocks - needed, unshared) + 1)
@@ -264,7 +264,7 @@ class Start:
         return self.needs_context and self.pool.blocks_of(context) > self.pool.num_blocks
 
     def entries_at(self, context: int) -> tuple[Entry, ...]:
-        """All that it holds; of a pool that is too small, what it would need at least."""
+        """All that it holds; where the pool is too small, what it would need at least."""
         if self.pool_fact is None:
             return self.entries
         pool = self.pool
@@ -274,7 +274,7 @@ class Start:
         return (*self.entries, Entry(self.pool_fact, held))
 
     def max_running(self, context: int, shared_tokens: int = 0) -> int:
-        """Sequences of `context` tokens that run at once in all; what is asked beyond waits."""
+        """Sequences of `context` tokens that run at once, over all engines; further ones wait."""
         if self.fault_at(context):
             return 0
         held: int = self.pool.num_sequences(context, shared_tokens)
@@ -379,7 +379,7 @@ class Stepping:
         return max(1, len(self.stage_layers))
 
     def chunk_share(self, batches: int) -> float:
-        """Of a step of a prompt, after which the first stage is free for the next chunk of it.
+        """Share of a prompt's step after which the first stage is free for its next chunk.
 
         Args:
             batches: that the stage has to work on meanwhile, this one included.
@@ -399,7 +399,7 @@ class Stepping:
         return passes * slowest / (passing + (passes - 1) * slowest)
 
     def passes(self, tokens: int) -> int:
-        """Passes over the layers that a step of `tokens` is."""
+        """Number of passes over the layers in a step of `tokens`."""
         return max(1, -(-tokens // (self.graph_tokens or tokens or 1)))
 
 
@@ -417,7 +417,7 @@ class LoggedTimes:
 
 
 def unequal(gpus: int, nodes: int) -> str:
-    """Why machines cannot have equally many of the GPUs; empty where they can."""
+    """Why GPUs cannot be divided evenly over machines; empty where they can."""
     if gpus % nodes == 0:
         return ""
     shared, instead = ("1 GPU", "1") if gpus == 1 else (f"{gpus} GPUs", f"a divisor of {gpus}")
@@ -532,7 +532,7 @@ class Engine:
 
     @property
     def divided_by(self) -> str:
-        """The option that more GPUs are given by; empty where one GPU is predicted."""
+        """The option for the number of GPUs; empty where only one GPU is predicted."""
         return self.shared_by or self.staged_by
 
     def num_gpus(self, run: RunConfig) -> int:
@@ -540,7 +540,7 @@ class Engine:
         return self.num_stages(run) * self._number(run, self.shared_by) * self.num_copies(run)
 
     def num_copies(self, run: RunConfig) -> int:
-        """Engines that share the experts of `run`, of GPUs that each has alone."""
+        """Data parallel engines of `run`, which share experts and have GPUs of their own."""
         return self._number(run, self.copied_by)
 
     def num_stages(self, run: RunConfig) -> int:
@@ -548,12 +548,12 @@ class Engine:
         return self._number(run, self.staged_by)
 
     def stated_nodes(self, run: RunConfig) -> int | None:
-        """Machines of `run`; None where it states none: as few as have its GPUs."""
+        """Machines that `run` states; None where it states none: then as few as hold its GPUs."""
         nodes = dict(run.serving_options).get(self.spread_by)
         return nodes if isinstance(nodes, int) else None
 
     def check_nodes(self, run: RunConfig) -> None:
-        """Refuse machines that cannot have equally many of the GPUs.
+        """Refuse GPUs that cannot be divided evenly over the stated machines.
 
         Raises:
             ConfigError: one line.
@@ -571,13 +571,13 @@ class Engine:
         return _libraries(self.library, self.version, run.libraries)
 
     def fault_of(self, flag: str) -> str:
-        """Why a flag of the engine is none of `options`; empty where nobody said why."""
+        """Why a flag of the engine is not among `options`; empty where no reason is known."""
         if setting := self.elsewhere.get(flag):
             return f"is the setting {setting}"
         return self.refused.get(flag, "")
 
     def ignored_notes(self, run: RunConfig) -> list[str]:
-        """What is said of flags of `run` that nothing here depends on."""
+        """Notes on flags of `run` that no prediction depends on."""
         names_by_note: dict[str, list[str]] = {}
         libraries = self.libraries(run)
         lacking = f"no flags of {release_of(self.name, getattr(libraries, self.library, ''))}, "
@@ -595,7 +595,7 @@ class Engine:
         return is_later or (bool(since) and libraries.older(self.library, since))
 
     def check_flags(self, served: Served) -> None:
-        """Refuse options, and values of them, that the release has no flag for.
+        """Refuse options and values that the engine's release does not have.
 
         Raises:
             ConfigError: one line.

@@ -155,7 +155,7 @@ KV_POOL = Fact(
 
 
 def token_bytes(served: Served, rank: ModelSpec) -> int:
-    """Keys and values of one token in all layers; sliding layers have a part of the tokens.
+    """Bytes of keys and values per token, in all layers; sliding layers keep a part of the tokens.
 
     Kind: exact. Source: SGLang 0.5.23 srt/model_executor/pool_configurator.py:340, :786.
     """
@@ -184,7 +184,7 @@ def _names_fp8_cache(served: Served) -> bool:
 
 
 def _cache_bytes(served: Served) -> int:
-    """Of one element of keys and values: "auto" is what ModelOpt's checkpoints name.
+    """Bytes of one element of keys and values; "auto" is what a ModelOpt checkpoint names.
 
     Source: SGLang 0.5.3 srt/model_executor/model_runner.py:1399, 0.5.23
     srt/mem_cache/kv_cache_dtype.py:51.
@@ -197,14 +197,14 @@ def _cache_bytes(served: Served) -> int:
 
 
 def page_size(served: Served) -> int:
-    """Tokens of a page; sparse attention has its own, whatever is asked for."""
+    """Tokens of a page; models with sparse attention have a fixed one."""
     return PAGE_SIZE if served.model.chooses_keys else served.count("page_size") or 1
 
 
 def expert_ranks(served: Served) -> ExpertRanks:
-    """How experts are divided: whole among `ep_size` GPUs, by their widths among the others.
+    """How experts are divided: whole ones over `ep_size` groups of GPUs, their widths within each.
 
-    With attention of their own, groups gather the tokens of all before every MLP and the head,
+    With data parallel attention, groups gather the tokens of all before every MLP and the head,
     which all GPUs divide.
     Kind: exact. Source: SGLang 0.5.23 srt/models/deepseek_v2.py:3296, srt/layers/communicator.py,
     vocab_parallel_embedding.py:529.
@@ -229,7 +229,7 @@ def _attention_ranks(served: Served) -> int:
 
 
 def free_bytes(served: Served) -> int:
-    """Free before weights are loaded, when the ranks know each other.
+    """Memory that is free before weights are loaded, once the ranks are connected.
 
     Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193.
     """
@@ -301,7 +301,7 @@ def start(served: Served) -> Start:
 
 
 def _takes_longer(served: Served) -> bool:
-    """Whether a context beyond the positions of a model starts with a warning.
+    """Whether it starts, with a warning, for a context beyond the positions of a model.
 
     Source: SGLang srt/configs/model_config.py, 0.3.4 to 0.5.23: `LONGER` was true by default from
     0.4.4 to 0.5.0.
@@ -318,7 +318,7 @@ def _untimed(served: Served) -> str:
 
 
 def stage_layers(served: Served) -> tuple[int, ...]:
-    """How many layers each stage of the pipeline has: the last ones have one more.
+    """Layers of each pipeline stage; the last stages have one more where they do not divide evenly.
 
     Kind: exact. Source: SGLang 0.5.23 `get_pp_indices`, srt/distributed/utils.py:110.
     """
@@ -328,7 +328,7 @@ def stage_layers(served: Served) -> tuple[int, ...]:
 
 
 def _held(served: Served, rank: ModelSpec) -> list[Entry]:
-    """Weights and tables of one GPU."""
+    """Weights and rotary tables that one GPU holds."""
     is_packed = served.run.quant == "mxfp4"  # layers/quantization/mxfp4.py:545, of Triton's kernels
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
     absorbed = between_latents(rank) * served.dtypes.compute_bytes
@@ -340,7 +340,7 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
 
 
 def _state_bytes(served: Served, rank: ModelSpec) -> int:
-    """States of one sequence in all recurrent layers: fp32, but for what a convolution reads.
+    """Bytes of one sequence's states in all recurrent layers: fp32, but for convolution inputs.
 
     Kind: exact. Source: SGLang 0.5.23 srt/configs/mamba_utils.py:47 `mamba2_state_dtype`.
     """
@@ -348,13 +348,13 @@ def _state_bytes(served: Served, rank: ModelSpec) -> int:
 
 
 def _kind_bytes(served: Served, kind: CachedLayers) -> int:
-    """One state in one layer; 0 of a layer that has keys."""
+    """Bytes of one sequence's state in one layer; 0 for a layer with keys."""
     dtype = str(served.options["mamba_ssm_dtype"] or kind.recurrent_dtype)
     return replace(kind, recurrent_dtype=dtype).state_bytes(served.dtypes.compute_bytes, 4)
 
 
 def _states_each(served: Served) -> int:
-    """States that a running sequence has: of a radix tree, two more that it may keep.
+    """States per running sequence; the radix tree may keep two more for each.
 
     Kind: exact for its default strategy. Source: SGLang 0.5.23
     srt/mem_cache/kv_cache_configurator.py:3062 `_calculate_mamba_ratio`.
@@ -363,7 +363,7 @@ def _states_each(served: Served) -> int:
 
 
 def _num_states(served: Served, room: int, state_bytes: int) -> int:
-    """How many sequences have a state; one more is padding.
+    """How many sequences have a state; one more state is padding.
 
     Kind: exact. Source: SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:3229
     `_handle_max_mamba_cache`.
@@ -381,7 +381,7 @@ def _num_states(served: Served, room: int, state_bytes: int) -> int:
 
 
 def _keeps_prefixes(served: Served) -> bool:
-    """Whether the radix tree keeps pages of a common prefix once; not of sliding layers.
+    """Whether the radix tree stores a common prefix once; sliding layers do not share it.
 
     Kind: lower bound where layers slide. Source: SGLang 0.5.23 srt/mem_cache/radix_cache.py.
     """
@@ -400,7 +400,7 @@ def _max_running_requests(served: Served, tokens: int, context: int) -> int:
 
 
 def stepping(served: Served) -> Stepping:
-    """Prompts first, in chunks and alone; the host prepares a step while the GPU does the last one.
+    """Prompts first, in chunks and alone; the host prepares a step while the GPU runs the last one.
 
     Kind: exact; `HOST_S` and `EAGER_LAUNCH_S` are estimates, the latter of vLLM's host. Source:
     SGLang 0.5.23 srt/managers/scheduler.py `get_next_batch_to_run`, `event_loop_overlap`; 0.4.6
@@ -467,7 +467,7 @@ def check(served: Served) -> None:
 
 
 def _check_pages(served: Served) -> None:
-    """Refuse pages that a chunk of a prompt ends within.
+    """Refuse a page size that does not divide the prompt chunk.
 
     Source: SGLang 0.5.23 `check_server_args`: "chunked_prefill_size must be divisible by
     page_size", of which each group with attention of its own has its share.
@@ -481,7 +481,7 @@ def _check_pages(served: Served) -> None:
 
 
 def _check_experts(served: Served) -> None:
-    """Refuse copies and whole experts of models without, and what cannot be divided."""
+    """Refuse data and expert parallelism of models without experts, and GPUs that do not divide."""
     ranks, groups, ep_size = served.count(RANKS) or 1, copies(served), served.count(WHOLE_EXPERTS)
     name = served.model.name
     if (served.count(OLDER_COPIES) or 1) > 1 and not served.options[DIVIDES_COPIES]:

@@ -187,7 +187,7 @@ def start(served: Served) -> Start:
 
 
 def starts_of_stages(served: Served) -> list[Start]:
-    """The start of each stage, on a card of its own where cards are unequal."""
+    """The start of each pipeline stage, each on its own card where the cards differ."""
     stages = stages_of(served.model, stage_layers(served))
     cards = served.gpu.beside or (served.gpu,) * len(stages)
     return [
@@ -197,7 +197,7 @@ def starts_of_stages(served: Served) -> list[Start]:
 
 
 def _within_one_stage(served: Served, starts: list[Start], started: Start) -> Start:
-    """`started`, whose context is no longer than the least pool holds in all layers of the model.
+    """`started`, with a context that the smallest pool could hold for all layers of the model.
 
     From 0.14 to 0.16 a start needs that, although each stage has some of the layers alone.
     Kind: exact. Source: vLLM 0.14.1 and 0.16.0 v1/core/kv_cache_utils.py `get_kv_cache_configs`
@@ -245,7 +245,7 @@ def _rank_of(served: Served, part: ModelSpec) -> ModelSpec:
 
 
 def start_of_stage(served: Served, stage: Stage) -> Start:
-    """What one GPU of `stage` takes."""
+    """What one GPU of a pipeline stage takes."""
     rank = _rank_of(served, stage.part)
     slots = _slots(served, stage.part)
     missed = sum(slots) if _misses_slots(served) else 0
@@ -293,7 +293,7 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
 
 
 def _stated_pool(served: Served, cut: Blocks) -> int:
-    """Bytes of a pool that is asked for as such; 0 where it is what is left.
+    """Bytes of a pool whose size is stated; 0 where the pool takes what is left.
 
     Kind: exact. Source: vLLM 0.33.0 v1/worker/gpu_worker.py:656, v1/core/kv_cache_utils.py
     `may_override_num_blocks`.
@@ -305,7 +305,7 @@ def _stated_pool(served: Served, cut: Blocks) -> int:
 
 
 def _reserves_graphs(served: Served) -> bool:
-    """Whether graphs are estimated, and taken off before blocks are counted: since 0.20.
+    """Whether memory for graphs is estimated, and reserved before blocks are counted: since 0.20.
 
     The newer runner estimates none before 0.29. Kind: exact.
     Source: `VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of envs.py, off in 0.19.0 and on in 0.20.0;
@@ -316,7 +316,7 @@ def _reserves_graphs(served: Served) -> bool:
 
 
 def _profiles_graphs(served: Served) -> bool:
-    """Whether graphs are captured while memory is profiled, whether they are reserved or not.
+    """Whether graphs are captured during the memory profile, reserved or not.
 
     Kind: exact. Source: vLLM 0.18.0 v1/worker/gpu_worker.py `determine_available_memory`.
     """
@@ -372,7 +372,7 @@ def _unused_segments(served: Served, rank: ModelSpec, slots: tuple[int, ...]) ->
 
 
 def swizzled_bytes(served: Served, rank: ModelSpec) -> int:
-    """What the swizzled exponents of experts take beside those of the file, or more than them.
+    """What swizzled exponents of experts take beyond, or beside, those of the checkpoint.
 
     Kind: exact. Source: `SWIZZLED_EXPONENTS`.
     """
@@ -387,7 +387,7 @@ def swizzled_bytes(served: Served, rank: ModelSpec) -> int:
 
 
 def _stored(served: Served) -> Dtypes:
-    """What weights are stored in.
+    """The dtypes in which weights are stored.
 
     Biases of experts in mxfp4 are fp32 for Triton's kernels (0.11.0 quantization/mxfp4.py).
     Files of 16 bit become nf4 with quantised scales. Since the releases after 0.8.5 these scales
@@ -421,7 +421,7 @@ def _slots(served: Served, part: ModelSpec) -> tuple[int, ...]:
 
 
 def _counts_context(served: Served) -> bool:
-    """Whether all that is in use on the GPU counts, and not what came since the process began.
+    """Whether all memory in use on the GPU counts, not only what came since the process began.
 
     It did before 0.3.1, in 0.6.4, and again in the first releases of the V1 engine, which needs
     compute capability 8.0. Between, what was free once CUDA had begun is the start.
@@ -436,7 +436,7 @@ def _counts_context(served: Served) -> bool:
 
 
 def _counts_tensors(served: Served) -> bool:
-    """Whether tensors of torch alone count, and neither the context nor NCCL: before 0.2.5.
+    """Whether only torch's tensors count, and neither the CUDA context nor NCCL: before 0.2.5.
 
     Source: github.com/vllm-project/vllm/pull/2031, `max_memory_allocated` before it.
     """
@@ -444,7 +444,7 @@ def _counts_tensors(served: Served) -> bool:
 
 
 def _reads_free(served: Served) -> bool:
-    """Whether what is free decides, so that whole segments count: 0.2.5 to 0.6.3, and since 0.27.
+    """Whether free memory is read, so that whole segments count: 0.2.5 to 0.6.3, and since 0.27.
 
     Source: vLLM 0.2.5 worker/worker.py:91, 0.6.3 worker/worker.py:228; 0.27.0 utils/mem_utils.py
     `total_consumed`, where 0.26.0 has `allocated_bytes.all.peak`.
@@ -455,7 +455,7 @@ def _reads_free(served: Served) -> bool:
 
 
 def _connected_bytes(served: Served) -> int:
-    """Buffers of all-reduces that are there before the profile looks, and not in its share.
+    """All-reduce buffers that exist before the profile starts, and so are outside of its share.
 
     Since 0.11 ranks add up a tensor before what is in use is read. That connects them over PCIe;
     over NVLink larger tensors take other algorithms, which NCCL connects when it first needs them.
@@ -468,7 +468,7 @@ def _connected_bytes(served: Served) -> int:
 
 
 def _misses_slots(served: Served) -> bool:
-    """Whether the profile does not see slots for adapters: from 0.6.5 to 0.7.3.
+    """Whether the profile misses slots for adapters: from 0.6.5 to 0.7.3.
 
     Weights were measured before the slots were made, and the peak counted from after.
     Source: github.com/vllm-project/vllm/issues/14450, mended by pull request 14469 of 2025-03-08;
@@ -479,7 +479,7 @@ def _misses_slots(served: Served) -> bool:
 
 
 def _kept_bytes(served: Served, stage: Stage) -> int:
-    """What all-reduces returned and NCCL keeps until the profile pass ends: in 0.2.5.
+    """Results of all-reduces that NCCL keeps until the profile pass ends: in 0.2.5.
 
     Kind: upper bound: the allocator frees them earlier where the GPU has no more.
     Source: `KEPT`; mended in 0.2.6 by TORCH_NCCL_AVOID_RECORD_STREAMS.
@@ -493,7 +493,7 @@ def _kept_bytes(served: Served, stage: Stage) -> int:
 
 
 def _resident(served: Served, stage: Stage) -> list[Entry]:
-    """What stays beside weights."""
+    """What stays allocated beside weights and pool."""
     ranks, stages = served.count(RANKS) or 1, served.count(STAGES) or 1
     slots = sum(_slots(served, stage.part))
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
@@ -605,7 +605,7 @@ def _held_states(served: Served) -> int:
 
 
 def _unused_of_pass(served: Served, rank: ModelSpec, alive_bytes: int) -> list[Entry]:
-    """What segments of the pass have beyond `alive_bytes`, from 0.3.1 to 0.6.3.
+    """Unused memory of the segments of the profile pass, from 0.3.1 to 0.6.3.
 
     Kind, source: as of `reserved_bytes`.
     """
@@ -627,7 +627,7 @@ def _unused_of_pass(served: Served, rank: ModelSpec, alive_bytes: int) -> list[E
 
 
 def _sorts_narrow(served: Served) -> bool:
-    """Whether logits are sorted as they were computed: before 0.5.5, which widens them first.
+    """Whether the sampler sorts logits in their own dtype: before 0.5.5, which widens them first.
 
     Source: vLLM 0.5.4 and 0.5.5 model_executor/layers/sampler.py.
     """
@@ -654,7 +654,7 @@ def experts_are_kept(served: Served) -> bool:
 
 
 def _logit_bytes(served: Served) -> int:
-    """Of each logit while the profile samples.
+    """Bytes per logit while the profile pass samples.
 
     Source: vLLM 0.10.1 and 0.16.0 v1/sample/ops/topk_topp_sampler.py `TopKTopPSampler`, 0.17.0
     `apply_top_k_top_p_triton`; `NEWER_LOGIT_BYTES`.
@@ -670,7 +670,7 @@ def _logit_bytes(served: Served) -> int:
 
 
 def expanded_bytes(rank: ModelSpec, element_bytes: int) -> int:
-    """The largest matrix of one layer in 16 bit; of experts all of a layer.
+    """Bytes of a layer's largest matrix in 16 bit; all experts of a layer count as one.
 
     Kind: exact. Source: `EXPANDED`.
     """
@@ -683,10 +683,10 @@ def expanded_bytes(rank: ModelSpec, element_bytes: int) -> int:
 
 
 def graph_bytes(served: Served, rank: ModelSpec) -> int:
-    """CUDA graphs: one for each piece between two attentions and each size of a batch.
+    """CUDA graphs: for each size of a batch, one for each piece between two attentions.
 
-    They share a pool that holds one layer's forward over the largest batch. Steps of answers
-    alone have a graph as a whole, too.
+    They share a pool that holds one layer's forward over the largest batch. Steps that only decode
+    have full graphs, too.
     Kind: estimate. Source: vLLM 0.33.0 config/vllm.py:2452-2590; `GRAPH_BYTES`.
     """
     if served.options["enforce_eager"]:
@@ -701,9 +701,8 @@ def graph_bytes(served: Served, rank: ModelSpec) -> int:
         piecewise_sizes += fine - captured_sizes(fine)
     full_graphs = captured_sizes(min(most, running), step_beyond=step)
     if lora_slots(served)[0] and not libraries.older("vllm", "0.15"):
-        piecewise_sizes *= (
-            2  # with adapters and without; v1/cudagraph_dispatcher.py:110 _get_lora_cases
-        )
+        # with adapters and without; v1/cudagraph_dispatcher.py:110 _get_lora_cases
+        piecewise_sizes *= 2
         full_graphs *= 2
     pieces = rank.num_hidden_layers + 1
     layer = layer_entry(rank, tokens=most, element_bytes=served.dtypes.compute_bytes)
@@ -725,7 +724,7 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
 
 
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
-    """How the pool of one rank is cut."""
+    """How the pool of one rank is divided into blocks."""
     whole_model = cached_layers(as_cached(served, _rank_of(served, served.model)))
     return blocks(
         whole_model,

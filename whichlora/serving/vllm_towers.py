@@ -92,7 +92,7 @@ class Item:
 
 
 def starts_tower(run: RunConfig, model: ModelSpec) -> bool:
-    """Whether vLLM loads what `model` sees or hears with.
+    """Whether vLLM loads the tower with which `model` sees or hears.
 
     Source: vLLM 0.17.0 config/multimodal.py `language_model_only`; github.com/vllm-project/vllm/
     pull/22299 (0.10.1), where every limit is 0.
@@ -105,7 +105,7 @@ def starts_tower(run: RunConfig, model: ModelSpec) -> bool:
 
 
 def media(model: ModelSpec) -> tuple[str, ...]:
-    """What `model` may be sent beside texts. Source: `FRAMES`."""
+    """What `model` takes beside text. Source: `FRAMES`."""
     tower = model.tower or model.started_tower
     if tower is not None and tower.hears:
         return ("audio",)
@@ -115,7 +115,7 @@ def media(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _limits(stated: OptionValue | None) -> dict[str, int]:
-    """Items of a prompt by medium; of a value that says nothing readable none."""
+    """Items per prompt by medium; none where the value cannot be read."""
     if stated is None:
         return {}
     text = str(stated)
@@ -147,7 +147,7 @@ def check(served: Served) -> None:
 
 
 def profiled(served: Served) -> tuple[int, Item] | None:
-    """How many of which largest item are run at the start; None where no tower is.
+    """How many of the largest item the profile pass runs, and which; None without a tower.
 
     Kind: exact for images and the videos of Qwen and Gemma 4.
     Source: vLLM 0.19.0 multimodal/encoder_budget.py `MultiModalBudget`; v1/core/
@@ -169,7 +169,7 @@ def profiled(served: Served) -> tuple[int, Item] | None:
 
 
 def _items(served: Served, tower: Tower) -> list[Item]:
-    """The largest of each medium that a model may be sent."""
+    """The largest item of each medium that a model takes."""
     kind = served.model.model_type
     if tower.hears:
         grid = tower.grid(1, round(tower.window_s * SAMPLING_RATE))
@@ -199,7 +199,7 @@ def _sizes() -> tuple[tuple[int, int], ...]:
 
 
 def largest_image(tower: Tower) -> tuple[tuple[int, int], ImageGrid]:
-    """Width and height of the image with the most tokens, and how it is cut.
+    """Width and height of the image with the most tokens, and its grid of patches.
 
     Kind: exact for processors whose largest image has sides of `_sizes`.
     Source: `get_image_size_with_most_features` of vLLM 0.19.0 model_executor/models.
@@ -213,7 +213,7 @@ def _tokens(grid: ImageGrid) -> tuple[int, int]:
 
 
 def tower_entries(served: Served) -> tuple[list[Entry], list[Entry], list[Entry]]:
-    """What the tower's run takes: held while the text is profiled, while it runs, and always.
+    """What the tower takes: while the text is profiled, while the tower runs, and always.
 
     Kind: estimate: kernels and projectors take more.
     Source: `TOWER_PIXELS`, `TOWER_PASS`, `TOWER_VECTORS`, `TOWER_INPUTS`.
@@ -292,7 +292,7 @@ def _forward(served: Served, tower: Tower, images: int, item: Item) -> TowerForw
 
 
 def tower_notes(served: Served) -> list[str]:
-    """What a user of a model that sees must know."""
+    """Notes on the tower, for the user."""
     model = served.model
     if model.unloaded_params:
         return [f"{model.name} is started for texts alone: what it sees with stays on the disk"]
@@ -314,13 +314,13 @@ def tower_notes(served: Served) -> list[str]:
 
 
 def has_tower(model: ModelSpec) -> bool:
-    """Whether an engine holds what `model` sees or hears with."""
+    """Whether an engine holds a tower of `model`."""
     in_tower = any(linear.reads == "tower" for linear in model.idle_linears)
     return model.started_tower is not None or in_tower
 
 
 def text_options(libraries: Libraries, model: ModelSpec) -> dict[str, OptionValue]:
-    """The option with which a release leaves out what `model` sees with.
+    """The option with which a release leaves the tower of `model` out.
 
     Source: github.com/vllm-project/vllm/pull/22299 (0.10.1), pull/34120 (2026-02-09).
     """
