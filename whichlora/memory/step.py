@@ -402,12 +402,12 @@ class TrainingStep:
 
     @cached_property
     def masks_in_first_layer(self) -> Group:
-        """The same in the last layer of the backward: a decoder's went with its layers."""
+        """Masks in the last layer of the backward, when those of a decoder are freed."""
         return self._masks_of_encoder(is_remade=self._is_bias_remade(0))
 
     @cached_property
     def masks_in_encoder(self) -> Group:
-        """The same in the encoder's other layers."""
+        """Masks in the backward of the encoder's other layers."""
         return self._masks_of_encoder(is_remade=False)
 
     def _masks_of_encoder(self, *, is_remade: bool) -> Group:
@@ -432,7 +432,7 @@ class TrainingStep:
 
     @cached_property
     def masks_in_first_decoder_layer(self) -> Group:
-        """The same in the last layer of the decoder's backward."""
+        """Masks in the last layer of the decoder's backward."""
         if not self._is_bias_remade(self.second_stack[0]):
             return self.shared_masks
         return self._mask_group(self._mask_bytes(checkpointed=True, unbiased="decoder"))
@@ -446,7 +446,7 @@ class TrainingStep:
         return bool(self.run.gradient_checkpointing) and activations.makes_bias(layer)
 
     def backward_of_last(self, number: int) -> Count:
-        """Worst backward of the last layer of a stack to go backward, if of group `number`."""
+        """Bytes at the backward of a stack's first layer, the last one, if of group `number`."""
         passes = self.passes
         if not self._is_bias_remade(number):
             return passes.last_backward[number]
@@ -464,7 +464,7 @@ class TrainingStep:
 
     @property
     def unnamed_mask_bytes(self) -> Count:
-        """Masks that only the model's loop holds, until its forward is done."""
+        """Bytes of masks that only the forward's local variables hold."""
         # LED's encoder makes one for each pair of tokens, which goes before its decoder begins
         side = self.model.groups[-1].stack if self.encodes_apart else ""
         checkpointed = bool(self.run.gradient_checkpointing)
@@ -538,7 +538,7 @@ class TrainingStep:
 
     @cached_property
     def expanding(self) -> StreamPoints | None:
-        """What makes several hidden states of one, where the stream has several."""
+        """The projections that expand one hidden state into several streams, if there are any."""
         return expanding_points(
             self.model,
             self.targets,
@@ -550,7 +550,7 @@ class TrainingStep:
 
     @cached_property
     def merging(self) -> StreamPoints | None:
-        """What makes one of them after the last layer, the last norm included."""
+        """The projections that merge the streams after the last layer, with the last norm."""
         return merging_points(
             self.model, self.targets, self.dtypes, self.method, accumulated=self.gradients_wait
         )
@@ -565,7 +565,7 @@ class TrainingStep:
 
     @property
     def _saved_before_layers(self) -> tuple[Tensor, ...]:
-        """What makes the inputs of all layers, and several states; both read the looked-up rows."""
+        """Tensors saved by what makes the layers' inputs and streams; both read the embeddings."""
         inputs = layer_inputs_saved(self.layer_inputs, r=self.r, **self.sized)
         if self.expanding is None:
             if self.run.gradient_checkpointing:  # whose first checkpoint they are
@@ -604,7 +604,7 @@ class TrainingStep:
         return Group(where="around the layers", tensors=tensors, **self.sized)
 
     def _padding_around(self, *, in_encoder: bool) -> Tensor:
-        """What an encoder's embeddings and its output have beside those of `tokens`."""
+        """Padding tokens in an encoder's embeddings and output, beyond `tokens`."""
         layer = self.model.groups[0].layer
         if not layer.has_own_tokens:
             return Tensor("padding")
@@ -656,12 +656,12 @@ class TrainingStep:
 
     @property
     def adapts_head(self) -> bool:
-        """Whether what makes logits of the vocabulary has an adapter."""
+        """Whether the vocabulary's head has an adapter."""
         return adapts_head(self.model, self.targets)
 
     @property
     def evaluated_head_bytes(self) -> Count:
-        """What an adapted head and the loss make without a graph; 0 of other heads."""
+        """Bytes of an adapted head and its loss without a graph; 0 for other heads."""
         if not self.adapts_head or self.label_points is None:
             return 0 * self.tokens
         return self._in_labels(self.label_points.evaluated)
@@ -671,28 +671,28 @@ class TrainingStep:
 
     @cached_property
     def outside(self) -> Group:
-        """Tensors saved around the layers, until the backward reaches the last of them."""
+        """Tensors saved around the layers until the backward reaches the last layer."""
         return self._around_layers(after_layers=True)
 
     @cached_property
     def outside_in_layers(self) -> Group:
-        """The same while layers run: tensors of the head and last norm do not exist then."""
+        """`outside` while layers run: without the head's and the last norm's tensors."""
         return self._around_layers(after_layers=False)
 
     @cached_property
     def outside_in_first_layer(self) -> Group:
-        """The same in the last layer of the backward, an encoder's where there is one."""
+        """`outside` in the last layer of the backward: an encoder's, where there is one."""
         return self._around_layers(after_layers=False, in_encoder=True)
 
     @cached_property
     def table_bytes(self) -> Count:
-        """Of the copy of the token table that the method makes, or of its gradient."""
+        """Bytes of the method's copy of the token embedding, or of the copy's gradient."""
         copied = self.method.copies_table * self.model.embeddings[0].num_params
         return copied * self.dtypes.embedding_bytes + 0 * self.tokens
 
     @property
     def head_copy_bytes(self) -> Count:
-        """The same of a head that is tied to the table."""
+        """`table_bytes` of a head that is tied to the embedding."""
         return self.table_bytes * self.model.head_tied
 
     @cached_property
@@ -702,7 +702,7 @@ class TrainingStep:
 
     @cached_property
     def saved_in_layers(self) -> Entry:
-        """The same while the last layer runs."""
+        """`saved_for_backward` while the last layer runs."""
         return listed(self.passes.fact, *self.passes.groups, self.outside_in_layers)
 
     # --- the worst points -----------------------------------------------------------------------
@@ -747,7 +747,7 @@ class TrainingStep:
 
     @property
     def compared(self) -> Entry | None:
-        """Logits of the policy while the reference scores, where a trainer compares them."""
+        """Logits of the policy, while the reference computes those that they are compared with."""
         computed = self.trainer.logits_loss(self.run)
         if computed is None:
             return None
@@ -755,7 +755,7 @@ class TrainingStep:
 
     @property
     def reference_loss_bytes(self) -> Count:
-        """What the reference's head and the comparison of its logits make."""
+        """Bytes that the reference's head and the comparison of its logits allocate."""
         computed = self.trainer.logits_loss(self.run)
         if computed is None:
             return self.loss_forward_bytes
@@ -763,7 +763,7 @@ class TrainingStep:
 
     @property
     def loss_facts(self) -> tuple[Fact, Fact]:
-        """What the loss's forward and its backward are."""
+        """Facts of the loss's forward and of its backward."""
         if self.trainer.logits_loss(self.run) is not None:
             return logits_loss.LOSS_FORWARD, logits_loss.LOSS_BACKWARD
         if self.label_points is not None:

@@ -525,22 +525,15 @@ class Tape:
             further = [self._kept(form, what) for form in keeps]
             new_storages, saved = new_storages + further, saved + further
             num_saved = 0 if hidden else len(saves) + saves_result + len(keeps)
-            temporaries = self._inner(inner_backward)
-            node = _Node(
-                len(self._steps), (result,), inputs, saved, num_saved > 0, passes, temporaries
-            )
+            node = _Node(len(self._steps), (result,), inputs, saved, num_saved > 0, passes)
+            node.inner = self._inner(inner_backward)
             node.hidden, node.reshapes, node.overwrites = hidden, reshapes, overwrites
             node.casts, node.sums_wide = self._packed(casts_gradients), sums_wide
             node.multiplies, node.picks, node.num_saved = multiplies, picks, num_saved
             node.read_elsewhere = sum(tensor.packed for tensor in saves if tensor.storage < 0)
             self._nodes.append(node)
-        step = _Step(
-            [tensor.storage for tensor in reads if tensor.storage >= 0],
-            new_storages,
-            self._inner(inner),
-            in_turn=in_turn,
-        )
-        self._steps.append(step)
+        read_storages = [tensor.storage for tensor in reads if tensor.storage >= 0]
+        self._steps.append(_Step(read_storages, new_storages, self._inner(inner), in_turn=in_turn))
         written = sum(self._forms[storage] for storage in new_storages)
         self._run_kernel((() if picks else reads), written, moves=not multiplies)
         self._touched |= dict.fromkeys(new_storages, self._num_kernels)
