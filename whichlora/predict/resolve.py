@@ -21,7 +21,12 @@ from whichlora.predict.refusals.device import (
     check_efficient,
     check_kernels,
 )
-from whichlora.predict.refusals.serving import check_form, check_scoring, check_serving
+from whichlora.predict.refusals.serving import (
+    check_engine,
+    check_form,
+    check_scoring,
+    check_serving,
+)
 from whichlora.predict.refusals.storage import check_engine_quant, check_storage, reads_checkpoint
 from whichlora.predict.refusals.training import (
     check_adapted,
@@ -265,7 +270,9 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         engine=get_engine(run.serving),
         layout=layout,
     )
-    check_serving(job)
+    check_serving(model, run, gpu, method, job.engine)
+    if not training:
+        check_engine(job.served)
     if not gpu.beside or job.engine.start is None:
         return job
     return of_fullest_card(job, job.engine.start(job.served))

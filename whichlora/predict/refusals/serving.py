@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from whichlora.errors import ConfigError
 from whichlora.methods import Method
-from whichlora.serving.base import Engine
+from whichlora.serving.base import Engine, Served
 from whichlora.serving.scheduler import MOST_CLIENTS
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import TRANSFORMERS, USUAL_SPREAD, RunConfig
 from whichlora.tasks import Task
-
-if TYPE_CHECKING:
-    from whichlora.predict.resolve import ResolvedRun
 
 DYNAMIC = "dynamic"  # the cache of a run that names none
 
@@ -41,15 +37,17 @@ def check_scoring(run: RunConfig, task: Task) -> None:
             )
 
 
-def check_serving(job: ResolvedRun) -> None:
-    """Refuse an engine beside what it does not read, and what the engine refuses."""
-    run, engine = job.run, job.engine
-    if run.request_rate is not None and not job.has_pool:
+def check_serving(
+    model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method, engine: Engine
+) -> None:
+    """Refuse an engine beside what it does not read."""
+    has_pool = run.phase == "inference" and engine.start is not None
+    if run.request_rate is not None and not has_pool:
         raise ConfigError(
             "request_rate: is of an engine that serves; give phase inference and serving vllm, or "
             "leave it out"
         )
-    if run.length_spread != USUAL_SPREAD and not job.has_pool:
+    if run.length_spread != USUAL_SPREAD and not has_pool:
         raise ConfigError(
             "length_spread: is of an engine that serves; give phase inference and serving vllm, or "
             "leave it out"
@@ -58,17 +56,17 @@ def check_serving(job: ResolvedRun) -> None:
         if run.has_engine:
             raise ConfigError(f"serving: {run.serving} is of inference; give phase inference")
         return
-    if run.has_engine and job.model.streams is not None:
+    if run.has_engine and model.streams is not None:
         raise ConfigError(
-            f"serving: {engine.name} is not predicted for {job.model.name}, whose stream has "
-            f"{job.model.streams.num_states} states; leave serving out"
+            f"serving: {engine.name} is not predicted for {model.name}, whose stream has "
+            f"{model.streams.num_states} states; leave serving out"
         )
-    if run.kv_cache in ("vllm", "paged") and job.model.chooses_keys:
+    if run.kv_cache in ("vllm", "paged") and model.chooses_keys:
         raise ConfigError(
-            f"kv_cache: {run.kv_cache} is not predicted for {job.model.name}, whose indexers have "
+            f"kv_cache: {run.kv_cache} is not predicted for {model.name}, whose indexers have "
             "keys of their own; use dynamic or static"
         )
-    if engine.start is not None:
+    if has_pool:
         if run.kv_cache != DYNAMIC:
             raise ConfigError(
                 f"kv_cache: {run.kv_cache} is a cache of transformers; leave it out beside serving "
@@ -79,22 +77,26 @@ def check_serving(job: ResolvedRun) -> None:
                 f"concurrency: at most {MOST_CLIENTS} clients are simulated, got {run.batch_size}; "
                 "give fewer, or request_rate in its place"
             )
-        for card in job.gpu.beside or (job.gpu,):
+        for card in gpu.beside or (gpu,):
             if card.kind not in engine.device_kinds:
                 raise ConfigError(
                     f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {card.key}"
                 )
             _check_card(card, engine)
-    on_linears = job.method.find_targets is None
+    on_linears = method.find_targets is None
     if run.serve == "as-trained" and not on_linears and run.has_engine:
-        instead = "serve merged" if job.method.merges else f"serving {TRANSFORMERS}"
+        instead = "serve merged" if method.merges else f"serving {TRANSFORMERS}"
         raise ConfigError(
-            f"serving: {engine.name} serves adapters of linear layers, not what {job.method.name} "
+            f"serving: {engine.name} serves adapters of linear layers, not what {method.name} "
             f"trains; use {instead}"
         )
-    engine.check_flags(job.served)
-    engine.check_nodes(run)
-    engine.check(job.served)
+
+
+def check_engine(served: Served) -> None:
+    """Refuse what the engine refuses."""
+    served.engine.check_flags(served)
+    served.engine.check_nodes(served.run)
+    served.engine.check(served)
 
 
 def _check_card(gpu: GpuSpec, engine: Engine) -> None:
