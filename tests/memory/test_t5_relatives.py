@@ -7,8 +7,9 @@ import pytest
 from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.memory.activations import block_bias_bytes
+from whichlora.memory.step_events import training_events
 from whichlora.memory.training import Ledger
-from whichlora.predict.quantities import ledger
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -80,3 +81,16 @@ def test_4_bit_weights_are_refused_whose_dtype_a_class_casts_to(
 def test_what_a_config_can_not_say_is_refused(config: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         families.build(config, name="m")
+
+
+def test_a_gradient_of_the_bias_stands_in_place_of_a_layers_scores() -> None:
+    """The last layer of a stack finds none gathered; behind any other a layer has let go."""
+    pairs = 1024 * 1024
+    config = {"model_type": "t5", "num_layers": 4, "num_heads": 8, "vocab_size": 64}
+    settings = {"method": "full", "precision": "fp32", "attn": "eager", "optimizer": "sgd"}
+    settings |= {"gradient_checkpointing": False, "seq_len": 1024, "batch_size": 1}
+    job = resolve(families.build(config, name="m"), RunConfig(model="m", **settings), A100)
+    found = ledger(job)
+    live = int(found.peak_allocated_bytes) - found.workspace_bytes
+    replayed = training_events(training_step(job)).peak_bytes
+    assert abs(live - replayed) < 4 * 8 * pairs / 2  # half of the bias's gradient

@@ -163,15 +163,12 @@ def checkpointed_passes(
 
 
 def _last_stack(model: ModelSpec, layers: Sequence[LayerBytes]) -> Sequence[LayerBytes]:
-    """Layers that run when all others have saved what they keep; one stack needs more than another.
+    """Layers that run when all others have saved what they keep: all, or those of a decoder.
 
-    An encoder in windows, or of longer texts, may need more: `moments.encoder_forward` has it.
+    The encoder before it may need more: `moments.encoder_forward` has it.
     """
-    groups = model.groups
-    if not groups[0].layer.has_own_tokens:
-        return layers
-    last = groups[-1].stack
-    return [layer for group, layer in zip(groups, layers, strict=True) if group.stack == last]
+    last = model.groups[-1].stack
+    return [layer for group, layer in zip(model.groups, layers, strict=True) if group.stack == last]
 
 
 def _layer_input(model: ModelSpec, layer: LayerBytes) -> Tensor:
@@ -296,16 +293,21 @@ def _largest_forward(model: ModelSpec, layers: Sequence[LayerBytes]) -> Count:
 def _saved_behind(model: ModelSpec, layers: Sequence[LayerBytes], layer: LayerBytes) -> Count:
     """What layers behind the last of a kind save, which is not there when that one runs.
 
-    Where keys are chosen: that takes most of a layer's forward at its begin. Of other models it is
-    left out, of which the bound is close.
+    Nothing where nobody said which layers stand behind each other.
+
+    Kind: exact. Source: the positions of `LayerGroup`.
     """
-    if not model.chooses_keys:
-        return 0
-    places = [max(group.positions, default=-1) for group in model.groups]
-    last = next(place for place, each in zip(places, layers, strict=True) if each is layer)
-    return sum(
-        each.saved * sum(position > last for position in group.positions)
+    stack = model.groups[-1].stack
+    of_stack = [
+        (group.positions, each)
         for group, each in zip(model.groups, layers, strict=True)
+        if group.stack == stack
+    ]
+    if not all(positions for positions, _ in of_stack):
+        return 0
+    last = next(max(positions) for positions, each in of_stack if each is layer)
+    return sum(
+        each.saved * sum(position > last for position in positions) for positions, each in of_stack
     )
 
 

@@ -696,7 +696,6 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
         moments["reference_forward"] = reference_forward(step)
     if step.second_stack:
         moments["first_decoder_layer_backward"] = first_decoder_layer_backward(step)
-    if step.encodes_apart:
         moments["encoder_forward"] = encoder_forward(step)
         moments["encoder_backward"] = encoder_backward(step)
     moments |= layers_backward_at_depth(step)

@@ -345,11 +345,6 @@ class TrainingStep:
         """Groups of the decoder after an encoder, else none."""
         return tuple(i for i in range(len(self.layers)) if i not in self.first_stack)
 
-    @property
-    def encodes_apart(self) -> bool:
-        """Whether the encoder's backward is a moment of its own beside the decoder's."""
-        return bool(self.second_stack) and self.model.groups[0].layer.has_own_tokens
-
     @cached_property
     def first_kinds(self) -> tuple[int, ...]:
         """Groups of layers one of which goes backward last."""
@@ -464,16 +459,12 @@ class TrainingStep:
 
     @property
     def unnamed_mask_bytes(self) -> Count:
-        """Bytes of masks that only the forward's local variables hold."""
-        # LED's encoder makes one for each pair of tokens, which goes before its decoder begins
-        side = self.model.groups[-1].stack if self.encodes_apart else ""
+        """Bytes of masks that only the forward's local variables hold, until it is done."""
+        # an encoder's go before its decoder begins: they are locals of its loop
+        side = self.model.groups[-1].stack if self.second_stack else ""
         checkpointed = bool(self.run.gradient_checkpointing)
         saved_bytes = self._mask_bytes(checkpointed=checkpointed, side=side)
-        num_bytes = self._mask_bytes(checkpointed=True, side=side) - saved_bytes
-        if self.second_stack and not checkpointed and not side:  # the encoder's is done
-            of_blocks = activations.block_bias_bytes(self.model, self.dtypes, **self.sized)
-            num_bytes = num_bytes - of_blocks
-        return num_bytes
+        return self._mask_bytes(checkpointed=True, side=side) - saved_bytes
 
     @property
     def encoder_mask_bytes(self) -> Count:
@@ -822,17 +813,13 @@ class TrainingStep:
             layer.graph_behind_held + (layer.gradients if leaves_gradients else 0)
             for layer in self.layers
         ]
-        passes = self.passes
-        backward = passes.backward
-        if self.has_two_lengths:
+        if self.second_stack:  # the encoder's has a moment of its own
             return self._worst_in_stack(self.second_stack, left_behind)
-        if self.encodes_apart:  # the encoder's has a moment of its own
-            backward = tuple(backward[number] for number in self.second_stack)
         return worst_backward(
             self.model,
             self.layers,
-            backward,
-            passes.saved,
+            self.passes.backward,
+            self.passes.saved,
             left_behind,
             num_idle=self.num_idle_layers,
         )
@@ -857,8 +844,6 @@ class TrainingStep:
     @property
     def encoder_backward_bytes(self) -> Count:
         """Bytes at the worst encoder layer's backward, beside what all encoder layers save."""
-        if not self.has_two_lengths:
-            return largest(*(self.passes.backward[number] for number in self.first_stack))
         left_behind = [layer.gradients * (not self.gradients_wait) for layer in self.layers]
         return self._worst_in_stack(self.first_stack, left_behind)
 
