@@ -31,8 +31,10 @@ OURS = "WhichLoRA"
 QUANTITIES: tuple[Quantity, ...] = ("peak_allocated", "device_used", "perhaps_device_used")
 UNASKED = {  # sources that came after the tools were asked
     "fitcheck_t4",
+    "jenga_reproduction",
     "litgpt_config_hub",
     "litgpt_resource_tables",
+    "nntile_overhead",
     "transformers_docs",
     "trl_notebooks",
     "unsloth_notebooks",

@@ -1,4 +1,4 @@
-"""Fine-tuning runs whose settings are whole: one table of columns, which five files share.
+"""Fine-tuning runs whose settings are whole: one table of columns, which seven files share.
 
 What a cell leaves empty is what `RunConfig` has; `notes` has the page's own words.
 """
@@ -28,6 +28,11 @@ def fine_tuning(line: Line) -> Iterator[Found]:
     if row["source"].startswith("litgpt") and spec.config.get("hidden_act") == "gelu_new":
         # litgpt's `GptNeoxMLP` calls torch's function, transformers writes the formula out
         spec = families.build({**spec.config, "hidden_act": "gelu_pytorch_tanh"}, name=spec.name)
+    seq_len = whole(row["seq_len"])
+    if row["source"].startswith("jenga") and spec.max_position_embeddings < seq_len:
+        # `opt_base.py` repeats the table of learned positions
+        longer = {"max_position_embeddings": seq_len}
+        spec = families.build({**spec.config, **longer}, name=spec.name)
     run = RunConfig(model=spec.name, **_settings(row))
     if row["counter"]:
         (quantity,) = (each for each in get_args(MemoryQuantity) if each == row["counter"])
@@ -51,4 +56,5 @@ def _settings(row: Row) -> dict[str, Any]:
         "gradient_accumulation_steps": whole(row["grad_accum"]),
         "seq_len": whole(row["seq_len"]),
         "libraries": libraries_of(row["versions"]),
+        "expandable_segments": "expandable_segments=True" in row["notes"],
     }

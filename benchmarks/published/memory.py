@@ -114,6 +114,14 @@ EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
         "the input of q, k and v once, PEFT for each of them",
     ),
     (
+        lambda one: one.source == "jenga_reproduction",
+        "what they keep is that of LoRA without autocast, to 2 %, though `--bf16` is set",
+    ),
+    (
+        lambda one: one.source == "nntile_overhead",
+        "a replay of two steps leaves more idle than the run had",
+    ),
+    (
         lambda one: one.source == "peft_method_comparison",
         "tokens of the longest batch are read off another row",
     ),

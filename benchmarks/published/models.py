@@ -42,6 +42,14 @@ STABLELM_ALPHA_3B = {  # stabilityai/stablelm-base-alpha-3b config.json
     "max_position_embeddings": 4096,
     "torch_dtype": "float16",
 }
+_LADDER = {  # of nntile's studies: width, heads, layers, tokens, all of them positions
+    "xs": (1536, 24, 12, 768),
+    "s": (2048, 16, 12, 1024),
+    "m": (3072, 24, 12, 1536),
+    "l": (4096, 32, 12, 2048),
+    "xl": (5760, 45, 6, 2880),
+}
+_LADDER_T5 = {"xs": (9, 5), "s": (5, 8), "m": (9, 5), "l": (7, 6), "xl": (3, 3)}
 _QWEN1 = {  # hidden, layers, heads, half of the remote code's intermediate_size, vocabulary
     "1_8B": (2048, 24, 16, 5504, 151936),
     "7B": (4096, 32, 32, 11008, 151936),
@@ -115,6 +123,34 @@ def _qwen1(size: str) -> ModelSpec:
     )
 
 
+def _nntile(family: str, size: str) -> ModelSpec:
+    """`torch_nntile/examples/overhead_*/*.json` of nntile/nntile: 2,048 tokens, no dropout."""
+    is_small = (family, size) == ("llama", "xl")
+    hidden, heads, layers, tokens = (5120, 40, 6, 2560) if is_small else _LADDER[size]
+    config = {"model_type": family, "vocab_size": 2048, "max_position_embeddings": tokens}
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": 4 * hidden}
+    if family == "gpt2":
+        sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": tokens}
+        sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    elif family == "gpt_neo":
+        sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads}
+        sizes |= {"attention_types": [[["global"], layers]]}
+    elif family == "gpt_neox":
+        sizes |= {"rotary_pct": 0.5, "tie_word_embeddings": False}
+    elif family == "llama":
+        sizes |= {"num_key_value_heads": heads, "tie_word_embeddings": False}
+    elif family == "t5":
+        encoder, decoder = _LADDER_T5[size]
+        sizes = {"d_model": hidden, "d_kv": hidden // heads, "d_ff": 4 * hidden}
+        sizes |= {"num_heads": heads, "num_layers": encoder, "num_decoder_layers": decoder}
+        sizes |= {"dropout_rate": 0.0, "feed_forward_proj": "relu"}
+    else:
+        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config |= {"max_position_embeddings": tokens + 2 * (family == "roberta")}
+    return families.build(config | sizes, name=f"nntile/{family}_{size}")
+
+
 @cache
 def model_of(label: str) -> ModelSpec | None:
     """The architecture that a source calls `label`; None where neither file nor facts have it."""
@@ -122,6 +158,8 @@ def model_of(label: str) -> ModelSpec | None:
         return families.build(POWERLM_3B, name=label)
     if label == "stabilityai/stablelm-base-alpha-3b":
         return families.build(STABLELM_ALPHA_3B, name=label)
+    if label.startswith("nntile/"):
+        return _nntile(*label.removeprefix("nntile/").rsplit("_", 1))
     if label.startswith("random Llama 1B"):
         return families.build(FSDP_QLORA_1B, name="random-llama-1b")
     if label in _REWRITTEN:

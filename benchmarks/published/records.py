@@ -31,7 +31,14 @@ from whichlora.store.record import encode_record
 CALIBRATION = Path(__file__).resolve().parent.parent.parent / "calibration"
 ENOUGH = 20
 # Of one model at one length: what a card does there would be taken for what it does.
-_ONE_SHAPE = ("lambda_benchmark", "peft_method_comparison", "transformers_docs", "trl_notebooks")
+_ONE_SHAPE = (
+    "jenga_reproduction",
+    "lambda_benchmark",
+    "nntile_overhead",  # all in fp32, of one row
+    "peft_method_comparison",
+    "transformers_docs",
+    "trl_notebooks",
+)
 FIELDS: dict[Quantity, str] = {
     "step_s": "step_s",
     "prefill_s": "prefill_s",

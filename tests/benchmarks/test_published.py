@@ -36,12 +36,14 @@ CELLS = {
     "fsdp_qlora": (24, 64),
     "github_issues": (0, 8),
     "glm4": (12, 16),
+    "jenga_reproduction": (9, 0),
     "lambda_benchmark": (36, 0),
     "litgpt_config_hub": (27, 0),
     "litgpt_resource_tables": (17, 0),
     "misc_docs": (0, 2),
     "ms_swift_benchmark": (0, 83),
     "neusight_labels": (90, 17),
+    "nntile_overhead": (70, 0),
     "optimum_benchmark": (483, 165),
     "peft_method_comparison": (428, 78),
     "qwen15_hf_infer": (158, 16),
@@ -127,8 +129,8 @@ def test_no_fit_learns_from_a_device_that_waits() -> None:
         for one, phase, sample in times.shipped_samples()
         if (one.gpu, phase) == ("a100-sxm-80gb", "finetune")
     ]
-    # nobody could read the first Qwen's code, and ten rows are of one shape
-    assert len(taught) == len(rows) - len(waiting) - 34 - 10
+    # nobody could read the first Qwen's code, and fourteen rows are of one shape
+    assert len(taught) == len(rows) - len(waiting) - 34 - 14
 
 
 # counter and source: median and 90th percentile of the relative error, a little above what holds
@@ -154,6 +156,7 @@ MEMORY_BOUNDS = {
     ("peak_reserved", "optimum_benchmark"): (0.05, 0.30),
     ("device_used", "fms_acceleration_bench"): (0.06, 0.20),
     ("device_used", "optimum_benchmark"): (0.16, 0.36),
+    ("device_used", "nntile_overhead"): (0.012, 0.055),
     ("device_used", "transformers_docs"): (0.015, 0.03),
 }
 
