@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from whichlora.api import estimate
+from whichlora.predict.resolve import resolve
+from whichlora.predict.serving import bounded
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
 from whichlora.workflow import estimates
 
 MODEL, GPU = "Qwen/Qwen1.5-14B", "a100-sxm-40gb"
@@ -82,3 +88,38 @@ def test_a_stated_pool_decides(stated: dict[str, int]) -> None:
     assert not any("may not start" in note for note in most.notes)
     low, high = most.serving.interval_kv_pool_bytes
     assert low == most.serving.kv_pool_bytes == high
+
+
+STATEFUL = RunConfig(model="Qwen/Qwen3.5-9B", phase="inference", serving="vllm", context=8192)
+
+
+def test_searches_state_as_many_sequences_as_an_engine_starts_with() -> None:
+    card = find_gpu("rtx-3090-24gb")
+    job = resolve(load_model(STATEFUL.model), STATEFUL, card)
+    run, notes = bounded(job)
+    assert dict(run.serving_options) == {"max_num_seqs": 32}
+    assert notes == (
+        "max_num_seqs 32 is given, without which vllm 0.33.0 does not start: its own 256 is more "
+        "than the blocks for states of sequences",
+    )
+    stated = replace(STATEFUL, serving_options=(("max_num_seqs", 100),))
+    job = resolve(load_model(STATEFUL.model), stated, card)
+    assert bounded(job) == (job.run, ())
+
+
+def test_where_and_the_longest_context_are_of_a_start_that_works() -> None:
+    (asked,) = estimates.estimate([STATEFUL], ["rtx-3090-24gb"])
+    (longest,) = estimates.estimate([STATEFUL], ["rtx-3090-24gb"], maximise="context")
+    (placed,) = estimates.where(STATEFUL, ["rtx-3090-24gb"])
+    assert placed.prediction is not None
+    assert [asked.verdict, longest.verdict, placed.prediction.verdict] == ["fails", "fits", "fits"]
+    assert longest.serving is not None
+    assert "--max-num-seqs 32" in longest.serving.command
+    assert any("max_num_seqs 32 is given" in note for note in longest.notes)
+
+
+def test_a_number_of_sequences_near_the_blocks_is_undecided() -> None:
+    (answer,) = estimates.estimate(
+        [replace(STATEFUL, serving_options=(("max_num_seqs", 95),))], ["rtx-3090-24gb"]
+    )
+    assert answer.verdict == "undecided"

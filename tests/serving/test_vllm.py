@@ -1169,3 +1169,43 @@ def test_windows_keep_one_step_before_0_26() -> None:
 
     assert 9.92 * GiB / a_sequence("0.21.0") == pytest.approx(129.66, rel=0.002)
     assert a_sequence("0.21.0") == a_sequence("0.25.0") < a_sequence("0.26.0")
+
+
+OF_STATES = replace(RUN, model="Qwen/Qwen3.5-27B", quant="fp8", context=262_144)
+
+
+def of_release(version: str) -> RunConfig:
+    return replace(OF_STATES, libraries=(("vllm", version),))
+
+
+def test_each_sequence_has_a_block_for_its_state_before_a_start() -> None:
+    # an H100 has 856 of Qwen3.6-27B-FP8: github.com/vllm-project/recipes/pull/551
+    card = find_gpu("h100-sxm-80gb")
+    taken = started(of_release("0.22.0"), card, gpu_memory_utilization=0.95)
+    assert taken.pool.num_blocks == pytest.approx(856, rel=0.014)
+    blocks = taken.pool.num_blocks
+    assert taken.lacks(OF_STATES.context or 0)
+    assert taken.max_running(262_144) == 0
+    assert taken.fault_at(262_144) == (
+        f"max_num_seqs 1024 is more than the {blocks} blocks of the pool, of which each sequence "
+        f"keeps its state in one; give max_num_seqs {blocks} or less"
+    )
+    beside = taken.pool.num_bytes - 1024 * taken.pool.block_bytes
+    assert taken.closest(262_144) == (beside, "max_num_seqs 1024")
+
+
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [("0.19.0", {}), ("0.22.0", {"enforce_eager": True}), ("0.22.0", {"max_num_seqs": 512})],
+)
+def test_without_whole_graphs_or_with_fewer_sequences_it_starts(
+    version: str, options: dict[str, object]
+) -> None:
+    card = find_gpu("h100-sxm-80gb")
+    assert not started(of_release(version), card, **options).fault_at(262_144)
+
+
+def test_models_without_states_have_no_such_bound() -> None:
+    few = started(RUN, find_gpu("rtx-3090-24gb"), max_num_seqs=1024, num_gpu_blocks_override=600)
+    assert few.least_blocks == 0
+    assert few.closest(8192) == (few.pool.spare_bytes(8192), "one sequence of 8192 tokens")

@@ -14,6 +14,7 @@ from whichlora.predict.judged import judge_moments, judged_memory, judged_run
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import predict, predict_counted
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.serving import bounded
 from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -113,6 +114,10 @@ def place(
             prediction = predict_counted(counted, calibration)
     except ConfigError as error:
         return Placement(gpu=gpu, prediction=None, refusal=str(error))
+    smaller, notes = bounded(job)
+    if notes:
+        prediction = predict(model, smaller, gpu, calibration)
+        prediction = replace(prediction, notes=(*notes, *prediction.notes))
     if prediction.serving is not None:  # whatever is asked for beyond waits
         return Placement(gpu=gpu, prediction=prediction, batch_size=prediction.serving.max_running)
     step, fits = least_size(job.run, "batch_size"), _batches_that_fit(job, calibration, shared)

@@ -16,6 +16,7 @@ from whichlora.serving.base import Served, Start
 from whichlora.serving.step_time import Service
 from whichlora.spec.checkpoint import lacking_storage
 from whichlora.spec.results import ServingPrediction
+from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes
 
 MOMENT = "serving"
@@ -53,7 +54,7 @@ def serving_prediction(
     # llama.cpp allocates what sequences take, and its pool is what would fit
     is_known = start.pool_fact is None or start.states_pool
     margin = 0 if is_known else round(POOL_ERROR * job.gpu.memory_bytes)
-    is_near = abs(pool.spare_bytes(served.context)) < margin
+    is_near = abs(start.closest(served.context)[0]) < margin
     refuses = start.fault or start.is_beyond(served.context)
     is_close = start.needs_context and not refuses and is_near
     return ServingPrediction(
@@ -80,6 +81,27 @@ def serving_prediction(
     )
 
 
+def bounded(job: ResolvedRun) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run of `job` with so few sequences at once that the engine starts, and a note.
+
+    Of an engine that starts with no more than have a block each, where nobody states how many: the
+    largest power of two that has, since the pool is predicted. Others are as they are.
+    """
+    run, option = job.run, job.engine.bounded_by
+    if not option or option in dict(run.serving_options) or job.engine.start is None:
+        return run, ()
+    start = job.engine.start(job.served)
+    if not 0 < start.pool.num_blocks < start.least_blocks:
+        return run, ()
+    most = 1 << (start.pool.num_blocks.bit_length() - 1)
+    options = tuple(sorted({**dict(run.serving_options), option: most}.items()))
+    note = (
+        f"{option} {most} is given, without which {job.served.release} does not start: its own "
+        f"{start.least_blocks} is more than the blocks for states of sequences"
+    )
+    return replace(run, serving_options=options), (note,)
+
+
 def _unsure(margin: int) -> str:
     return f"such a pool is predicted to ±{format_bytes(margin)}"
 
@@ -97,10 +119,10 @@ def serving_notes(
     if answer.refuses:
         lines.append(answer.refuses)
     if answer.starts and answer.is_close:
-        spare = start.pool.spare_bytes(answer.context)
+        spare, what = start.closest(answer.context)
         margin = answer.interval_kv_pool_bytes[1] - answer.kv_pool_bytes
         lines.append(
-            f"one sequence of {answer.context} tokens leaves {format_bytes(spare)} of the pool, "
+            f"{what} leaves {format_bytes(spare)} of the pool, "
             f"and {_unsure(margin)}: it may not start"
         )
     if answer.starts and answer.max_running < answer.concurrency:

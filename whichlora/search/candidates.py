@@ -18,6 +18,7 @@ from whichlora.predict.counted import check_layout, host_of
 from whichlora.predict.host_memory import host_fault, memory_of_node
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun, as_stored, layout_of, resolve
+from whichlora.predict.serving import bounded
 from whichlora.search.shortlist import Group
 from whichlora.serving import get_engine
 from whichlora.serving.form import ServeAs, serving_form, serving_run, with_text_alone
@@ -125,13 +126,14 @@ class Candidates:
 
         A serving engine that refuses a method's weights or adapter has them merged, unless the
         plan asks for the form. Into weights that are loaded as they are stored nothing is merged.
-        The number of GPUs that an engine divides a model over is no part of the form, unless the
-        plan states it.
+        The number of GPUs that an engine divides a model over, and of sequences that it starts
+        with, is no part of the form, unless the plan states it.
         """
         if run.phase != "finetune":
             form, stated = serving_form(run), dict(self.plan.inference.serving_options)
-            option = get_engine(run.serving).divided_by
-            kept = (pair for pair in form.serving_options if pair[0] != option or option in stated)
+            engine = get_engine(run.serving)
+            own = {engine.divided_by, engine.bounded_by} - stated.keys()
+            kept = (pair for pair in form.serving_options if pair[0] not in own)
             return replace(form, serving_options=tuple(kept))
         form = self.asked_form(run)
         if self.plan.serve is None and self.why_merged(form):
@@ -155,7 +157,13 @@ class Candidates:
     def _divided(self, form: RunConfig) -> Iterable[RunConfig]:
         """`form` on each number of GPUs of the plan that its engine can divide the model over."""
         numbers = sorted({config.gpus // config.nodes for config in self.plan.spreads})
-        return dict.fromkeys(self._shared(form, most) for most in numbers)
+        return dict.fromkeys(self._bounded(self._shared(form, most)) for most in numbers)
+
+    def _bounded(self, form: RunConfig) -> RunConfig:
+        """`form` with so few sequences at once that its engine starts."""
+        if self._refusal(form):
+            return form
+        return bounded(self._resolved(form, {"attn": self.plan.attn[0]}))[0]
 
     def _shared(self, form: RunConfig, most: int) -> RunConfig:
         """`form` on as many GPUs of a machine as its engine can divide the model over.

@@ -186,6 +186,8 @@ class Start:
         counts_process: whether the budget has the context of its process, too.
         needs_context: whether it does not start, either, where the pool lacks room for one
             sequence.
+        least_blocks: without which it does not start, either; least_blocks_for: the setting that
+            asks for one each.
         stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have, or
             the fullest; 0 where there is no pipeline.
         copies: engines that share experts, each with such GPUs, a pool and sequences of its own.
@@ -209,6 +211,8 @@ class Start:
     untimed: str = ""
     counts_process: bool = False
     needs_context: bool = False
+    least_blocks: int = 0
+    least_blocks_for: str = ""
     stage: int = 0
     copies: int = 1
     at_context: Callable[[int], Start] | None = None
@@ -238,7 +242,8 @@ class Start:
 
     def lacks(self, context: int) -> bool:
         """Whether it does not start for sequences of `context` tokens."""
-        return bool(self.fault) or self.is_beyond(context) or self._lacks_room(context)
+        lacks_any = self._lacks_blocks or self._lacks_room(context)
+        return bool(self.fault) or self.is_beyond(context) or lacks_any
 
     def fault_at(self, context: int) -> str:
         """Why it does not start for sequences of `context` tokens; empty where it does."""
@@ -248,6 +253,12 @@ class Start:
             return f"{self.fault}; a context up to {longest} starts" if longest else self.fault
         if self.is_beyond(context):
             return f"a context of {context} tokens is beyond {self.beyond}"
+        if self._lacks_blocks:
+            return (
+                f"{self.least_blocks_for} {self.least_blocks} is more than the {pool.num_blocks} "
+                f"blocks of the pool, of which each sequence keeps its state in one; give "
+                f"{self.least_blocks_for} {pool.num_blocks} or less"
+            )
         if not self._lacks_room(context):
             return ""
         return (
@@ -259,6 +270,20 @@ class Start:
     def is_beyond(self, context: int) -> bool:
         """Whether it accepts no sequence of `context` tokens, whatever the pool is."""
         return self.longest_context is not None and context > self.longest_context
+
+    def closest(self, context: int) -> tuple[int, str]:
+        """Bytes of the pool that what decides whether it starts leaves, and what that is."""
+        pool = self.pool
+        spare = pool.spare_bytes(context)
+        beside = pool.num_bytes - self.least_blocks * pool.block_bytes
+        if self.least_blocks and beside < spare:
+            return beside, f"{self.least_blocks_for} {self.least_blocks}"
+        return spare, f"one sequence of {context} tokens"
+
+    @property
+    def _lacks_blocks(self) -> bool:
+        # where not one sequence fits, that is what is said
+        return 0 < self.pool.num_blocks < self.least_blocks
 
     def _lacks_room(self, context: int) -> bool:
         return self.needs_context and self.pool.blocks_of(context) > self.pool.num_blocks
@@ -460,6 +485,8 @@ class Engine:
         copied_by: its option for the number of engines that share experts alone, each with GPUs of
             its own beside those of `shared_by`.
         spread_by: its option for the number of machines, equally many GPUs on each.
+        bounded_by: its option for sequences at once, where it starts with no more than have a block
+            for their state; empty where it runs as many as have.
         takes_unequal: whether the GPUs of a pipeline may be of several types.
         fills_stages: whether a pipeline has a batch at every stage; else one batch passes them.
         least_capability: the oldest compute capability that it has kernels for.
@@ -506,6 +533,7 @@ class Engine:
     staged_by: str = ""
     copied_by: str = ""
     spread_by: str = ""
+    bounded_by: str = ""
     takes_unequal: bool = False
     fills_stages: bool = True
     least_capability: float = 0.0

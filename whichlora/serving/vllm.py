@@ -69,6 +69,7 @@ from whichlora.serving.vllm_settings import (
     RANKS,
     REDUNDANT,
     RESTARTED,
+    SEQUENCES,
     STAGES,
     STATES_SINCE,
     WHOLE_EXPERTS,
@@ -652,7 +653,7 @@ ENGINE = Engine(
             default=None,
             has_suffixes=True,
         ),
-        Option(name="max_num_seqs", summary="sequences that run at once", default=None),
+        Option(name=SEQUENCES, summary="sequences that run at once", default=None),
         Option(name="block_size", summary="tokens of a block", default=16),
         Option(
             name="kv_cache_dtype",
@@ -781,6 +782,7 @@ ENGINE = Engine(
     takes_unequal=True,
     copied_by=COPIES,
     spread_by=NODES,
+    bounded_by=SEQUENCES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
     load_of_start=load_of_start,

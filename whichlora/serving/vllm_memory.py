@@ -76,6 +76,7 @@ from whichlora.serving.vllm_settings import (
     POOL_BYTES,
     RANKS,
     SCALED_MODELS,
+    SEQUENCES,
     STAGES,
     STATED_YARN_SINCE,
     block_size_of,
@@ -287,9 +288,23 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         beyond=beyond_positions(served, LONGER, longest),
         counts_process=_counts_context(served),
         needs_context=True,
+        least_blocks=most if _has_block_each(served) else 0,
+        least_blocks_for=SEQUENCES,
         copies=served.count(COPIES) or 1,
         untimed=_untimed(served),
     )
+
+
+def _has_block_each(served: Served) -> bool:
+    """Whether every sequence that may run must have a block for its state before vLLM starts.
+
+    Without graphs of whole steps it need not. Kind: exact. Source: vLLM 0.20.0 to 0.28.0
+    `resolve_cudagraph_mode_and_sizes`, config/compilation.py:1427 of 0.20.0; 0.19.0 captured
+    smaller sizes in place of that. An H100 has 856 of Qwen3.6-27B-FP8, 862 here
+    (github.com/vllm-project/recipes/pull/551).
+    """
+    has_graphs = not served.options["enforce_eager"]
+    return has_graphs and has_states(served) and not served.libraries.older("vllm", "0.20")
 
 
 def _stated_pool(served: Served, cut: Blocks) -> int:

@@ -9,6 +9,7 @@ from whichlora.serving.vllm_sparse import BLOCK_SIZE, PACKED, cache_dtype
 from whichlora.units import GiB
 
 RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
+SEQUENCES = "max_num_seqs"
 COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
 REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
 CAPTURED, MODE, AHEAD = "max_cudagraph_capture_size", "performance_mode", "async_scheduling"
@@ -63,7 +64,7 @@ def max_num_seqs(served: Served) -> int:
     `EngineArgs._set_default_args`; 0.8.3 :1669, whose V1 engine has one default for all cards;
     0.7.2 :217.
     """
-    stated, libraries = served.count("max_num_seqs"), served.libraries
+    stated, libraries = served.count(SEQUENCES), served.libraries
     if stated is not None or libraries.older("vllm", "0.8"):
         return stated or 256
     is_large = _is_large(served)

@@ -39,6 +39,7 @@ from whichlora.predict.predict import finished, predict
 from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.resolve import resolve
 from whichlora.predict.running_cost import running_cost
+from whichlora.predict.serving import bounded
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards, serve_on_cards
 from whichlora.predict.unknown_storage import with_unknown_storage
 from whichlora.predict.ways_out import ways_out
@@ -546,11 +547,12 @@ def _most_served(
         assert service is not None  # as of the first prediction, which has an engine's answer
         return service.start
 
+    run, bound = bounded(resolve(model, run, gpu))
     first = predictor.predict(model, run, gpu, calibration)
     most, note = largest_served(first, maximise, start_of, model.max_position_embeddings)
     largest = with_size(run, maximise, max(1, most))
     prediction = predictor.predict(model, largest, gpu, calibration)
-    return replace(prediction, notes=(note, *prediction.notes))
+    return replace(prediction, notes=(note, *bound, *prediction.notes))
 
 
 def explain(
