@@ -894,7 +894,9 @@ def test_a_script_that_spreads_a_run_in_its_own_words_is_refused(
 
 @pytest.mark.parametrize("command", ["NPROC_PER_NODE=2 megatron sft", "tune run lora --config x"])
 def test_a_command_of_a_tool_that_is_not_known_is_no_yaml(command: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no command that trains; accepted are accelerate"):
+    with pytest.raises(
+        ConfigError, match="has no command that trains or serves; accepted are accelerate"
+    ):
         imported(tmp_path, train_sh=f"{command} --model {MODEL} --lora_rank 8")
 
 
@@ -1099,7 +1101,7 @@ FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_yaml": LLAMAFACTORY, "b_yaml": LLAMAFACTORY}, "is of the same kind as"),
     ({"a_sh": "#!/bin/bash\nls\n"}, "has no command that trains"),
     ({"a_sh": "#!/bin/bash\npython a.py 'x\n"}, "has a quote that is not closed"),
-    ({"a_sh": SFT + "\n" + SFT}, "has 2 commands that train"),
+    ({"a_sh": SFT + "\n" + SFT}, "has 2 commands to predict"),
     (
         {"a_sh": SFT.replace("--lora_r 32", "--lora_r $HOME")},
         "has a variable that the file does not set",

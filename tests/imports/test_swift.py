@@ -174,5 +174,7 @@ def test_what_is_not_predicted_is_refused_by_name(
 
 
 def test_a_command_that_does_not_train(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no command that trains; accepted are .*swift"):
+    with pytest.raises(
+        ConfigError, match=r"no command that trains or serves; accepted are .*swift"
+    ):
         imported(tmp_path, f"swift infer --model {MODEL} --stream true")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from whichlora.errors import ConfigError
-from whichlora.spec.options import OptionValue
+from whichlora.spec.options import OptionValue, written
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.releases import installed_in, is_date
 from whichlora.spec.results import SCHEMA_VERSION
@@ -266,24 +266,11 @@ def named_values(
     """A click callback: name=value, several times; a value is true, false, a number or a text."""
     values = {}
     for text in value:
-        name, equals, written = (part.strip() for part in text.partition("="))
-        if not name or not equals or not written:
+        name, equals, text_of = (part.strip() for part in text.partition("="))
+        if not name or not equals or not text_of:
             raise ConfigError(f"{param.opts[0]}: {text!r} is not name=value, such as beta=0.1")
-        values[name.lstrip("-").replace("-", "_")] = _value(written)
+        values[name.lstrip("-").replace("-", "_")] = written(text_of)
     return tuple(sorted(values.items()))
-
-
-def _value(text: str) -> OptionValue:
-    switches = {"true": True, "false": False}
-    if text.lower() in switches:
-        return switches[text.lower()]
-    for number in (int, float):
-        try:
-            value: int | float = number(text)
-        except ValueError:
-            continue
-        return value
-    return text
 
 
 def list_option(

@@ -399,8 +399,9 @@ def from_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "from_files",
         multiple=True,
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="A file of another tool: Axolotl's, LLaMA-Factory's or TRL's YAML, or a script; "
-        "several for accelerate's YAML and DeepSpeed's JSON beside it. Other options count more.",
+        help="A file of another tool: Axolotl's, LLaMA-Factory's or TRL's YAML, a script, or the "
+        "command of a serving engine; several for accelerate's YAML and DeepSpeed's JSON beside it. "
+        "Other options count more.",
     )(command)
 
 

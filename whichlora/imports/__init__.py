@@ -15,6 +15,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.imports import (
     axolotl,
+    engines,
     llamafactory,
     python,
     swift,
@@ -37,11 +38,14 @@ _TOOLS = Members[Tool](
     "imports",
     Tool,
     (
-        each.TOOL
-        for each in (
-            *(trainer, trl, axolotl, llamafactory, swift, torchtune, python, unsloth),
-            unsloth_studio,
-        )
+        *(
+            each.TOOL
+            for each in (
+                *(trainer, trl, axolotl, llamafactory, swift, torchtune, python, unsloth),
+                unsloth_studio,
+            )
+        ),
+        *engines.TOOLS,
     ),
 )
 BUILT_IN = _TOOLS.built_in
@@ -76,13 +80,20 @@ def import_files(
 
 
 def _subcommands() -> dict[str, set[str]]:
-    """Of tools with a command of their own, such as "trl sft"."""
+    """Of tools with a command of their own, such as "trl sft"; none of one such as llama-server.
+
+    A container's image stands for the program that it starts.
+    """
     subcommands: dict[str, set[str]] = {}
     for tool in list_tools().values():
         for program in tool.programs:
             name, space, subcommand = program.partition(" ")
             if space:
                 subcommands.setdefault(name, set()).add(subcommand)
+            elif tool.positional and "." not in program:
+                subcommands[name] = set()
+        for image in tool.images:
+            subcommands[image] = set()
     return subcommands
 
 
@@ -112,6 +123,10 @@ class _Files:
         shown = settings or main
         values = {**shown.values, **({} if shown.is_code else command.options)}
         tool = _tool_of(shown, command.program, values)
+        in_shell = {*command.options}
+        if tool.positional and command.files:
+            values.setdefault(tool.positional, command.files[0])
+            in_shell.add(tool.positional)
         values = {name: each for name, each in values.items() if not name.startswith(IMPORT)}
         values = tool.flat(values)
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
@@ -121,7 +136,7 @@ class _Files:
         keys = Keys(
             values,
             lambda name: places.get(name, places.get(name.partition(".")[0], str(shown.path))),
-            from_shell=command.options.keys(),
+            from_shell=in_shell,
             asked_model=self.model,
         )
         keys.assumed += _notes(command, tool)
@@ -230,6 +245,7 @@ class _Files:
             trainer=self.trainer,
             libraries=self.libraries or Libraries(),
             states_libraries=self.libraries is not None,
+            tag=command.tag,
             read_file=read_file,
         )
 
@@ -307,7 +323,7 @@ def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
     """
     tools = list_tools()
     for tool in tools.values():
-        if program in tool.programs:
+        if program in (*tool.programs, *tool.images):
             return tool
     is_command = main.kind == "command"
     reading = [

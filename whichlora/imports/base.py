@@ -96,6 +96,7 @@ class Launch:
         trainer: whose file the user says it is; empty is not said.
         libraries: versions that it runs with, which decide defaults.
         states_libraries: the user gives them.
+        tag: of the container's image that it runs in; empty where there is none.
         deepspeed_configs, fsdp_configs: those of the tool.
         read_file: JSON file that another file names → its content.
     """
@@ -109,6 +110,7 @@ class Launch:
     trainer: str = ""
     libraries: Libraries = Libraries()  # noqa: RUF009
     states_libraries: bool = False
+    tag: str = ""
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fsdp_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}
@@ -440,6 +442,8 @@ class Tool:
         epochs: the key of passes over the data, and what the tool takes without it.
         steps: the key of a number of steps.
         sections: keys that hold others, which are called "section.key".
+        positional: the key of what stands before all options; empty: nothing does.
+        images: of containers that start its program, without their tag.
     """
 
     name: str
@@ -461,6 +465,8 @@ class Tool:
     epochs: tuple[str, float] = ("num_train_epochs", 3.0)
     steps: str = "max_steps"
     sections: frozenset[str] = frozenset()
+    positional: str = ""
+    images: tuple[str, ...] = ()
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """`values` with the keys of its sections moved to the top level."""

@@ -1,4 +1,4 @@
-"""A shell script → the command that trains: its program, its arguments, and its launcher.
+"""A shell script → the command that trains or serves: its program, its arguments, and its launcher.
 
 Nothing is run and nothing is expanded but variables that the script itself sets, and whole numbers
 in `$(( ))` and `$(expr )`.
@@ -36,18 +36,21 @@ _OPERATORS = {
     ast.Mod: operator.mod,
 }
 _MOST_FACTOR = 10**9  # keeps a product of a hostile script small
+_DRIVE = re.compile(r"\b[A-Za-z]:(?:\\[^\s\"'\\]+)+")  # of Windows, whose shell keeps backslashes
 _FLAG = re.compile(r"--?[A-Za-z]")
 # Variables that every program hears, and those that a tool's own command does.
 _HEARD = ("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HEARD_BY_TOOLS = ("NPROC_PER_NODE", "NNODES", "MAX_PIXELS")
 _SCRIPT = ".py"
+_CONTAINERS = frozenset({"docker", "podman"})
 _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PYTHON = re.compile(r"python[\d.]*")
 _WITH_FLAGS = re.compile(r"^[^#:'\"\n]+\s--[A-Za-z]", re.MULTILINE)  # no line of YAML has that
 _COMMAND = (
     r"^\s*(?:\w+=\S*\s+)*(?:(?:exec|nohup|time|srun)\s+)*"
-    r"(?:(?:accelerate|{})\s+\w|torchrun\s+\S|deepspeed\s+[^:\s]|"
+    r"(?:(?:[\w./~-]*/)?(?:accelerate|{})(?:\.exe)?\s+[-\w$\"']|torchrun\s+\S|"
+    r"deepspeed\s+[^:\s]|(?:docker|podman)\s+(?:container\s+)?run\s|"
     r"python[\d.]*\s+[-\w./$])"
 )
 Subcommands = Mapping[str, Collection[str]]
@@ -56,7 +59,7 @@ Subcommands = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command that trains.
+    """One command that trains, or starts a serving engine.
 
     Args:
         program: stem of the script, module, or command and subcommand: "sft", "trl sft".
@@ -68,6 +71,7 @@ class Command:
         unseen: variables that it would hear and does not, as they are set and not exported.
         lost: options behind a comment that ends it, which do not reach it.
         cut_at: line of the comment that ends it, or the variables before it; 0: there is none.
+        tag: of the container's image that it runs in; empty where there is none.
     """
 
     program: str
@@ -80,6 +84,7 @@ class Command:
     unseen: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     cut_at: int = 0
+    tag: str = ""
 
 
 def is_script(text: str, tools: Subcommands) -> bool:
@@ -89,8 +94,8 @@ def is_script(text: str, tools: Subcommands) -> bool:
     return text.startswith("#!") or any(find.search(text) for find in (starts, _WITH_FLAGS))
 
 
-def training_command(path: Path, text: str, tools: Subcommands) -> Command:
-    """The only command in `text` that trains.
+def only_command(path: Path, text: str, tools: Subcommands) -> Command:
+    """The only command in `text` that trains, or starts a serving engine.
 
     Raises:
         ConfigError: there is none, or there are several.
@@ -98,12 +103,12 @@ def training_command(path: Path, text: str, tools: Subcommands) -> Command:
     commands = _commands(path, text, tools)
     if not commands:
         raise ConfigError(
-            f"{path}: has no command that trains; accepted are accelerate launch, torchrun, "
-            f"deepspeed, python and {', '.join(sorted(tools))} with their arguments"
+            f"{path}: has no command that trains or serves; accepted are accelerate launch, "
+            f"torchrun, deepspeed, python and {', '.join(sorted(tools))} with their arguments"
         )
     if len(commands) > 1:
         programs = ", ".join(command.program for command in commands)
-        raise ConfigError(f"{path}: has {len(commands)} commands that train ({programs}); keep one")
+        raise ConfigError(f"{path}: has {len(commands)} commands to predict ({programs}); keep one")
     return commands[0]
 
 
@@ -165,7 +170,7 @@ def _assigned(
 
 
 def _starts(word: str, tools: Subcommands) -> bool:
-    name = PurePosixPath(word).name
+    name = _program(word, tools)
     return name in ("accelerate", "torchrun", "deepspeed", *tools) or bool(_PYTHON.fullmatch(name))
 
 
@@ -173,6 +178,7 @@ def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
     """The words of each simple command; a quoted text may go over several lines."""
     pending: list[str] = []
     text = "\n".join(logical_lines(text.replace("\x00", "")))
+    text = _DRIVE.sub(lambda match: match[0].replace("\\", "/"), text)
     text = _ARRAY.sub(_array_as_text, text)
     text = _ARITHMETIC.sub(_arithmetic, text)
     for line in text.splitlines():
@@ -257,10 +263,14 @@ def _number(node: ast.expr) -> int:
 def _command(
     words: Sequence[str], environment: Mapping[str, str], tools: Subcommands
 ) -> Command | None:
-    """The training that `words` start; None where they start something else."""
-    first, words = PurePosixPath(words[0]).name, words[1:]
+    """What `words` start of the programs that are known; None where that is something else."""
+    first, words = _program(words[0], tools), words[1:]
+    if first in _CONTAINERS:
+        return _in_container(words, environment, tools)
     launcher, script, options = "", "", list[str]()
-    if first in tools:
+    if first in tools and not tools[first]:
+        program, arguments = first, words
+    elif first in tools:
         if not words or words[0] not in tools[first]:
             return None
         program, arguments = f"{first} {words[0]}", words[1:]
@@ -295,6 +305,34 @@ def _command(
         files=tuple(files),
         environment=environment,
     )
+
+
+def _in_container(
+    words: Sequence[str], environment: Mapping[str, str], tools: Subcommands
+) -> Command | None:
+    """What a container of a known image starts: its own program, or the command behind the image.
+
+    Variables that it sets with -e are the program's.
+    """
+    for place, word in enumerate(words):
+        image, _, tag = word.partition("@")[0].partition(":")
+        name = next((each for each in tools if "/" in each and image.endswith(each)), "")
+        if not name:
+            continue
+        sets = [words[i + 1] for i, flag in enumerate(words[:place]) if flag in ("-e", "--env")]
+        inside = dict(environment) | dict(each.split("=", 1) for each in sets if "=" in each)
+        arguments = list(words[place + 1 :])
+        if arguments and not _FLAG.match(arguments[0]) and _starts(arguments[0], tools):
+            command = _command(arguments, inside, tools)
+        else:
+            command = _command([name, *arguments], inside, tools)
+        return None if command is None else replace(command, tag=tag)
+    return None
+
+
+def _program(word: str, tools: Subcommands) -> str:
+    """The name of a program, whatever folder it is in."""
+    return word if word in tools else PurePosixPath(word).name.removesuffix(".exe")
 
 
 def _divided(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from whichlora.config.document import parse_document, read_text
 from whichlora.errors import ConfigError
-from whichlora.imports.command import Command, Subcommands, is_script, training_command
+from whichlora.imports.command import Command, Subcommands, is_script, only_command
 from whichlora.imports.python_calls import LOADS, settings_in
 from whichlora.units import MiB
 
@@ -58,7 +58,7 @@ def read_source(path: Path, tools: Subcommands, options: Mapping[str, Any] | Non
     if text.lstrip().startswith("{"):
         return _of_mapping(path, _json(path, text), {})
     if is_script(text, tools):
-        command = training_command(path, text, tools)
+        command = only_command(path, text, tools)
         return Source(path=path, kind="command", command=command)
     document = parse_document(path, text, example="base_model: Qwen/Qwen3-8B")
     faults = list(document.structure_problems(empty=False))

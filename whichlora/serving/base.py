@@ -15,6 +15,7 @@ from whichlora.serving.expert_ranks import ExpertRanks
 from whichlora.serving.indexers import INDEXER_KERNELS
 from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
 from whichlora.serving.log import EngineLog
+from whichlora.serving.other_flags import NO_NUMBER
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
@@ -487,6 +488,8 @@ class Engine:
         spread_by: its option for the number of machines, equally many GPUs on each.
         bounded_by: its option for sequences at once, where it starts with no more than have a block
             for their state; empty where it runs as many as have.
+        drafted_by: its option that has a layer of the model draft tokens; has_drafts: whether that
+            is predicted of a model.
         takes_unequal: whether the GPUs of a pipeline may be of several types.
         fills_stages: whether a pipeline has a batch at every stage; else one batch passes them.
         least_capability: the oldest compute capability that it has kernels for.
@@ -511,8 +514,15 @@ class Engine:
             `Served.weights`; empty where it loads that.
         notes: what a user must know of a run.
         log: how what it prints is read.
+        programs: commands and modules that start it, such as "vllm serve"; images: of containers
+            that do; model_flags: their options that name the model, before all others what stands
+            first.
+        own_context: the most tokens of a sequence of a model that it takes where a command does
+            not say; None where that is as many as fit.
         elsewhere: settings of a run, by the names that are no options here.
-        refused: why a flag of the engine is no option here.
+        refused: why a flag of the engine is no option here; set_aside: those of them without which
+            a command is predicted, with a note; idle_faults: of `refused`, what is said of flags
+            that change nothing here.
         ignored: flags that stand in its command as they are given, and what is said of them;
             ignored_in: the first release that has one and the first that has not, where not all
             have; empty where none is known.
@@ -534,6 +544,8 @@ class Engine:
     copied_by: str = ""
     spread_by: str = ""
     bounded_by: str = ""
+    drafted_by: str = ""
+    has_drafts: Callable[[ModelSpec], bool] = lambda model: False
     takes_unequal: bool = False
     fills_stages: bool = True
     least_capability: float = 0.0
@@ -553,8 +565,14 @@ class Engine:
     prepare: Callable[[Served], str] = _nothing
     notes: Callable[[Served, Start], tuple[str, ...]] = _no_notes
     log: EngineLog | None = None
+    programs: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    model_flags: tuple[str, ...] = ("model",)
+    own_context: Callable[[ModelSpec, Libraries], int | None] | None = None
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    set_aside: frozenset[str] = frozenset()
+    idle_faults: tuple[str, ...] = (NO_NUMBER,)
     ignored: Mapping[str, str] = field(default_factory=dict)
     ignored_in: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 

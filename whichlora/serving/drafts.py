@@ -78,6 +78,12 @@ def joint_entry(served: Served) -> Entry:
     return Entry(JOINT, elements * served.dtypes.compute_bytes)
 
 
+def has_draft_layer(model: ModelSpec) -> bool:
+    """Whether a layer for drafts is predicted of `model`."""
+    model_type = _text(model.config).get("model_type", model.model_type)
+    return model_type in WITH_DRAFT_LAYER and bool(num_layers(model))
+
+
 def check_drafts(served: Served, option: str, stages: int) -> None:
     """Refuse drafts of models without a layer for them.
 
@@ -88,8 +94,7 @@ def check_drafts(served: Served, option: str, stages: int) -> None:
         ConfigError: one line.
     """
     model = served.model
-    text = _text(model.config)
-    if text.get("model_type", model.model_type) not in WITH_DRAFT_LAYER or not num_layers(model):
+    if not has_draft_layer(model):
         raise ConfigError(
             f"{option}: a layer for drafts is predicted for DeepSeek V3 and GLM-5, which "
             f"{model.name} is none of; leave it out"

@@ -98,6 +98,7 @@ _TABLES = {
 
 # Of a repository without a type. Source: llama.cpp 0c1e570 common/arg.cpp `--hf-repo`.
 USUAL_TYPE = "Q4_K_M"
+STORED_AS = {"mxfp4": "MXFP4_MOE"}  # conversion/gpt_oss.py `repack_mxfp4`
 
 
 def counted_type(word: str) -> str:

@@ -18,6 +18,7 @@ from whichlora.serving.cpu_timer import CpuTimer, cpu_timer
 from whichlora.serving.gguf import (
     BLOCKS,
     FILE_TYPES,
+    STORED_AS,
     UNQUANTISED,
     counted_type,
     other_mix,
@@ -77,7 +78,6 @@ MOST_SLOTS = 256  # src/llama-cparams.h LLAMA_MAX_SEQ
 # More than any model has: what "all" means, also in releases that lack the word; "auto" is -1 and
 # "all" -2 in common/arg.cpp.
 ALL_LAYERS = 999
-STORED_AS = {"mxfp4": "MXFP4_MOE"}  # conversion/gpt_oss.py `repack_mxfp4`
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _OF_OLLAMA = (
     "the command is llama.cpp's. Ollama starts by 'ollama serve', and has num_ctx for context, "
@@ -725,6 +725,9 @@ ENGINE = Engine(
     prepare=prepare,
     notes=notes,
     log=LOG,
+    programs=("llama-server", "llama-cli"),
+    images=("ggml-org/llama.cpp", "ggerganov/llama.cpp"),
+    model_flags=("hf", "hf_repo", "hfr", "m", "model"),
     elsewhere=dict.fromkeys(("c", "ctx_size", "num_ctx", "OLLAMA_CONTEXT_LENGTH"), "context"),
     refused=OF_A_SERVER
     | dict.fromkeys(("m", "model", "hf", "hf_repo", "alias", "jinja", "temp"), NO_NUMBER)
@@ -732,4 +735,5 @@ ENGINE = Engine(
     | dict.fromkeys(("md", "model_draft"), DRAFT)
     | dict.fromkeys(("mmproj", "mm"), IMAGES)
     | dict.fromkeys(("ot", "override_tensor"), _OVERRIDES),
+    set_aside=frozenset(("mmproj", "mm")),
 )

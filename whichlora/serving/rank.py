@@ -367,6 +367,19 @@ def longest_context(
 ) -> int | None:
     """The most tokens that an engine derives from the config; None where that is another model's.
 
+    Kind, source and arguments as of `derived_context`.
+    """
+    model = served.model
+    if model.shapes_of:
+        return None
+    return derived_context(model, scaled=scaled, scales_yarn=scales_yarn)
+
+
+def derived_context(
+    model: ModelSpec, *, scaled: tuple[str, ...] = (), scales_yarn: bool = False
+) -> int | None:
+    """The most tokens that an engine derives from a config; None where that states no positions.
+
     A factor of a rotation counts where its positions are not scaled already.
     Kind: exact; upper bound for kinds of rotation that an engine does not know.
     Source: vLLM 0.33.0 config/model.py:2545 `_get_and_verify_max_len`; SGLang 0.5.23
@@ -377,8 +390,7 @@ def longest_context(
         scales_yarn: whether the positions of YaRN are its original ones times its factor, whatever
             the config states.
     """
-    model = served.model
-    if model.max_position_embeddings is None or model.shapes_of:
+    if model.max_position_embeddings is None:
         return None
     config = model.config
     text = config.get("text_config") or config

@@ -16,7 +16,14 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import HEAD_NODE, NODES, nodes_note, shell_command
-from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
+from whichlora.serving.drafts import (
+    NOTE,
+    UNTIMED,
+    check_drafts,
+    has_draft_layer,
+    joint_entry,
+    with_draft_layers,
+)
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import EAGER_LAUNCH_S, FIRST_MARLIN_ROWS, TOKENIZED_S
 from whichlora.serving.known_models import check_known, known_note, release_note
@@ -45,6 +52,7 @@ from whichlora.serving.rank import (
     beyond_positions,
     check_model,
     check_ranks,
+    derived_context,
     held_entries,
     longest_context,
     oversized,
@@ -665,6 +673,8 @@ ENGINE = Engine(
         ),
     ),
     spread_by=NODES,
+    drafted_by=DRAFTS,
+    has_drafts=has_draft_layer,
     shared_by=RANKS,
     staged_by=STAGES,
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
@@ -676,6 +686,10 @@ ENGINE = Engine(
     command=command,
     notes=notes,
     log=LOG,
+    programs=("sglang.launch_server", "sglang serve"),
+    images=("lmsysorg/sglang",),
+    model_flags=("model_path", "model"),
+    own_context=lambda model, libraries: derived_context(model),
     elsewhere={"context_length": "context", "dtype": "precision", "quantization": "quant"},
     refused=OF_A_SERVER
     | dict.fromkeys(("moe_a2a_backend", "deepep_mode"), ALL_TO_ALL)
@@ -689,4 +703,5 @@ ENGINE = Engine(
     )
     | dict.fromkeys(("cuda_graph_max_bs", "cuda_graph_bs"), CAPTURED_SIZES)
     | {"cpu_offload_gb": HOST_WEIGHTS},
+    set_aside=frozenset(("moe_a2a_backend", "deepep_mode", "cuda_graph_max_bs", "cuda_graph_bs")),
 )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Engine, Served, Start, Stepping
 from whichlora.serving.command import HEAD_NODE, NODES, nodes_note, shell_command
-from whichlora.serving.drafts import NOTE, check_drafts
+from whichlora.serving.drafts import NOTE, check_drafts, has_draft_layer
 from whichlora.serving.expert_ranks import check_experts
 from whichlora.serving.kernel_rates import (
     EAGER_LAUNCH_S,
@@ -47,7 +47,7 @@ from whichlora.serving.product_dtypes import (
     check_quant_dtype,
 )
 from whichlora.serving.quant_cards import AWQ_CAPABILITY, check_quant_card
-from whichlora.serving.rank import check_model, check_ranks, positions_note
+from whichlora.serving.rank import check_model, check_ranks, derived_context, positions_note
 from whichlora.serving.stages import check_stages, stage_notes
 from whichlora.serving.vllm_caches import check as check_cache
 from whichlora.serving.vllm_log import LOG
@@ -69,8 +69,10 @@ from whichlora.serving.vllm_settings import (
     RANKS,
     REDUNDANT,
     RESTARTED,
+    SCALED_MODELS,
     SEQUENCES,
     STAGES,
+    STATED_YARN_SINCE,
     STATES_SINCE,
     WHOLE_EXPERTS,
     block_size_of,
@@ -100,10 +102,12 @@ from whichlora.serving.vllm_towers import (
 )
 from whichlora.serving.vllm_towers import check as check_limits
 from whichlora.serving.widths import check_widths
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import has_fp8_blocks
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
+from whichlora.spec.versions import Libraries
 from whichlora.spec.words import alternatives
 from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.serving_work import VLLM_CAPTURED_TOKENS
@@ -569,6 +573,13 @@ def command(served: Served) -> str:
     )
 
 
+def own_context(model: ModelSpec, libraries: Libraries) -> int | None:
+    """The most tokens of a sequence where no max_model_len is given. Kind and source as there."""
+    return derived_context(
+        model, scaled=SCALED_MODELS, scales_yarn=libraries.older("vllm", STATED_YARN_SINCE)
+    )
+
+
 def _in_shell(served: Served) -> str:
     stated = served.options[PARTITION]
     return "" if stated is None else f"{PARTITION}={shlex.quote(str(stated))} "
@@ -743,6 +754,7 @@ ENGINE = Engine(
             summary="bytes of the pool, in place of a share of the GPU",
             default=None,
             has_suffixes=True,
+            other_names=("kv_cache_memory",),  # as argparse takes the start of a flag
             since="0.10.2",
         ),
         Option(name=POOL_BLOCKS, summary="blocks of the pool, whatever is free", default=None),
@@ -782,6 +794,8 @@ ENGINE = Engine(
     takes_unequal=True,
     copied_by=COPIES,
     spread_by=NODES,
+    drafted_by=DRAFTS,
+    has_drafts=has_draft_layer,
     bounded_by=SEQUENCES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
@@ -798,6 +812,13 @@ ENGINE = Engine(
     command=command,
     notes=notes,
     log=LOG,
+    programs=(
+        *("vllm serve", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server"),
+        "vllm.entrypoints.cli.main",
+    ),
+    images=("vllm/vllm-openai",),
+    model_flags=("model", "model_tag"),
+    own_context=own_context,
     elsewhere={
         "max_model_len": "context",
         "dtype": "precision",
@@ -812,4 +833,10 @@ ENGINE = Engine(
     | dict.fromkeys(("compilation_config", "cudagraph_capture_sizes"), CAPTURED_SIZES)
     | {"enable_chunked_prefill": "cuts prompts into steps; give their max_num_batched_tokens"}
     | {"cpu_offload_gb": HOST_WEIGHTS},
+    set_aside=frozenset(
+        (
+            *("all2all_backend", "mm_processor_kwargs", "compilation_config"),
+            *("cudagraph_capture_sizes", "enable_chunked_prefill"),
+        )
+    ),
 )

@@ -153,6 +153,20 @@ class Option:
         return spellings.get(value.lower(), value)
 
 
+def written(text: str) -> OptionValue:
+    """The value that a command line writes as `text`: true, false, a number or the text."""
+    switches = {"true": True, "false": False}
+    if text.lower() in switches:
+        return switches[text.lower()]
+    for number in (int, float):
+        try:
+            value: int | float = number(text)
+        except ValueError:
+            continue
+        return value
+    return text
+
+
 def with_suffix(text: str) -> OptionValue:
     """The whole number that 10k (10,000), 10K (10,240) and 25.6k mean; other texts as they are.
 

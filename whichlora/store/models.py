@@ -13,6 +13,7 @@ from typing import Any
 
 from whichlora import families
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.serving.gguf import STORED_AS
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.wide_modules import UNKNOWN_MODULES
 from whichlora.store.jsonfiles import check_schema_version, read_object, write_object
@@ -194,6 +195,9 @@ def find_copy(name: str) -> ModelSpec | None:
     if model is None:
         return None
     stored = dict(form.config)
+    own = model.config.get("quantization_config") or {}
+    if stored["quant_method"] == "gguf" and own.get("quant_method") in STORED_AS:
+        stored.setdefault("file_type", STORED_AS[own["quant_method"]])
     note = f"{name}: taken as {base}, stored as its name says ({form.label})"
     if name.lower().endswith(_DYNAMIC):
         stored |= {"llm_int8_skip_modules": UNKNOWN_MODULES}

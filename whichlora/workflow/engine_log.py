@@ -18,6 +18,7 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.serving import list_engines
 from whichlora.serving.base import Engine
 from whichlora.serving.log import EngineLog, LogReading, read_log
+from whichlora.serving.stated import PRECISIONS, QUANTISED
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.results import Measurement, Outcome
@@ -30,17 +31,6 @@ from whichlora.store.models import find_copy, find_model
 from whichlora.units import MiB
 
 MOST_BYTES = 64 * MiB  # of a log
-# The engine's name of a quantisation, and ours.
-QUANTISED = {
-    **dict.fromkeys(("awq", "awq_marlin"), "awq-int4"),
-    **dict.fromkeys(("gptq", "gptq_marlin"), "gptq-int4"),
-    "bitsandbytes": "nf4",
-    "fp8": "fp8",
-    "modelopt": "fp8",
-    "modelopt_fp4": "nvfp4",
-    "modelopt_mxfp8": "mxfp8",
-}
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 # What an answer calls a number that logs state, too.
 _OF_ANSWER = ("kv_pool_bytes", "kv_pool_tokens", "num_blocks", "max_concurrency")
 _OF_ALL = ("kv_pool_tokens", "max_concurrency")

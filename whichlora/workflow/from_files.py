@@ -89,9 +89,12 @@ def with_files(
             f"{imported.path}: asks for {strategy} and does not say how many GPUs the run has; "
             "pass --gpus, such as --gpus 4"
         )
-    merged, of_images = with_file_images(merged, imported, stated)
+    of_images: tuple[str, ...] = ()
+    trains = "serving" not in imported.settings
+    if trains:
+        merged, of_images = with_file_images(merged, imported, stated)
     packed = any(FULL_ROWS in text for text in imported.assumed)
-    left_open = _left_open(imported, merged, stated, says_number=says_number)
+    left_open = _left_open(imported, merged, stated, says_number=says_number) if trains else ()
     return merged, FromFiles(
         notes=(*of_images, *imported.notes, *left_open),
         packed=packed,

@@ -1,0 +1,198 @@
+"""Commands of serving engines, as people paste them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whichlora import estimate
+from whichlora.errors import ConfigError
+from whichlora.imports import Imported, import_files
+from whichlora.serving import BUILT_IN, list_engines
+from whichlora.spec.versions import Libraries
+from whichlora.store.models import find_copy
+
+
+def read(folder: Path, text: str, **options: Any) -> Imported:
+    path = folder / "serve.sh"
+    path.write_text(text)
+    return import_files([path], **options)
+
+
+# github.com/vllm-project/recipes/pull/12
+QWEN_CODER = """vllm serve /tmp/model/Qwen3-Coder-480B-A35B-Instruct-FP8 \\
+    --served-model-name Qwen3-Coder-480B-A35B-FP8 -dp=8  --enable-expert-parallel \\
+    --enable-auto-tool-choice --tool-call-parser qwen3_coder
+"""
+# github.com/vllm-project/vllm/issues/5248
+OLD_SERVER = """CUDA_VISIBLE_DEVICES=0,1 python -m vllm.entrypoints.api_server \\
+    --model="/cm/deepseek-coder-6.7b-instruct/" --tensor-parallel-size=2 --trust-remote-code \\
+    --dtype="float16"
+"""
+SGLANG = """python3 -m sglang.launch_server --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2 \\
+    --mem-fraction-static 0.85 --kv-cache-dtype fp8_e5m2 --port 30000 --context-length 16k
+"""
+DOCKER = """docker run --gpus all -e VLLM_PP_LAYER_PARTITION=16,20 -p 8000:8000 --ipc=host \\
+    vllm/vllm-openai:v0.20.2-cu130 Qwen/Qwen3-4B --max-model-len 32K --no-enable-prefix-caching \\
+    --pipeline-parallel-size 2
+"""
+LLAMA = "CUDA_VISIBLE_DEVICES=0 ./build/bin/llama-server -m ./m/Qwen3-14B-Q4_K_M.gguf -c 8192 -fa\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            QWEN_CODER,
+            {
+                "model": "/tmp/model/Qwen3-Coder-480B-A35B-Instruct-FP8",
+                "serving": "vllm",
+                "serving_options": (("dp", 8), ("enable_expert_parallel", True)),
+                "context": 262_144,  # the model's own, as the thread's refusal says
+            },
+        ),
+        (
+            OLD_SERVER,
+            {
+                "model": "deepseek-ai/deepseek-coder-6.7b-instruct",
+                "serving": "vllm",
+                "serving_options": (("tensor_parallel_size", 2),),
+                "precision": "fp16",
+                "context": 65_536,  # 16,384 positions, scaled by 4
+            },
+        ),
+        (
+            SGLANG,
+            {
+                "model": "meta-llama/Llama-3.1-8B-Instruct",
+                "serving": "sglang",
+                "serving_options": (
+                    ("kv_cache_dtype", "fp8_e5m2"),
+                    ("mem_fraction_static", 0.85),
+                    ("tp", 2),
+                ),
+                "context": 16_000,
+            },
+        ),
+        (
+            f"docker run lmsysorg/sglang:latest {SGLANG}",
+            {"serving": "sglang", "context": 16_000},
+        ),
+        (
+            DOCKER,
+            {
+                "model": "Qwen/Qwen3-4B",
+                "serving": "vllm",
+                "libraries": (("vllm", "0.20.2"),),
+                "context": 32_768,
+                "serving_options": (
+                    ("VLLM_PP_LAYER_PARTITION", "16,20"),
+                    ("enable_prefix_caching", False),
+                    ("pipeline_parallel_size", 2),
+                ),
+            },
+        ),
+        (
+            LLAMA,
+            {
+                "model": "./m/Qwen3-14B-Q4_K_M.gguf",
+                "serving": "llama-cpp",
+                "context": 8192,
+                "serving_options": (("fa", True),),
+            },
+        ),
+        (
+            "llama-server.exe -m C:\\m\\gpt-oss-20b-mxfp4.gguf -c 4096 --flash-attn on -ngl 99\n",
+            {
+                "model": "C:/m/gpt-oss-20b-mxfp4.gguf",
+                "serving_options": (("flash_attn", "on"), ("ngl", 99)),
+            },
+        ),
+        ("vllm serve Qwen/Qwen3-8B --quantization fp8\n", {"quant": "fp8"}),
+        ("vllm serve Qwen/Qwen3-8B-AWQ --quantization awq_marlin --dtype auto\n", {}),
+    ],
+)
+def test_a_command_is_the_run_of_its_engine(
+    tmp_path: Path, text: str, expected: dict[str, Any]
+) -> None:
+    settings = dict(read(tmp_path, text).settings)
+    assert settings["phase"] == "inference"
+    assert {name: settings[name] for name in expected} == expected
+    assert ("quant" in settings) == ("quant" in expected)
+
+
+def test_what_the_command_leaves_open_and_what_has_no_say_is_told(tmp_path: Path) -> None:
+    served = read(tmp_path, QWEN_CODER)
+    assert served.unknown == ()
+    assert served.without_effect == (
+        "enable_auto_tool_choice",
+        "served_model_name",
+        "tool_call_parser",
+    )
+    assert served.assumed == ("max_model_len: is not stated; assumed: 262144, as of the model",)
+    assert served.epochs is None
+    (note,) = read(tmp_path, "llama-server -hf ggml-org/gpt-oss-20b-GGUF\n").assumed
+    assert note.startswith("c: is not stated, and as many tokens as fit are taken; assumed: those")
+
+
+def test_what_is_not_predicted_is_left_out_or_refused(tmp_path: Path) -> None:
+    text = "vllm serve Qwen/Qwen3.5-9B --max-model-len 8192 --max-num-seqs 8 --enable-x 1"
+    drafts = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'"""
+    served = read(tmp_path, f"{text} {drafts} --mm-processor-kwargs '{{}}'\n")
+    assert served.settings["serving_options"] == (("max_num_seqs", 8),)
+    assert served.is_lower_bound
+    assert served.unknown == ("enable_x",)
+    assert served.assumed == (
+        "mm_processor_kwargs: is left out: it sets how images are cut, which is not predicted",
+        "speculative_config: is left out: drafts of this model are not predicted, and take memory "
+        "of their own",
+    )
+    for flag, fault in (
+        ("--cpu-offload-gb 10", "keeps weights on the host, which is not predicted"),
+        ("--max-model-len lots", "is not a number of tokens"),
+        ("--dtype int3", "is no dtype; known are bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=f"serve.sh: .*{fault}"):
+            read(tmp_path, f"vllm serve Qwen/Qwen3-8B {flag}\n")
+    refused = read(tmp_path, "vllm serve Qwen/Qwen3-8B --quantization torchao\n").refused
+    assert "'torchao' is not predicted; awq" in refused["quant"]
+    unnamed = read(tmp_path, 'vllm serve "$MODEL_DIR" --served-model-name x\n')
+    assert "has a variable that the file does not set" in unnamed.refused["model"]
+
+
+def test_the_name_of_the_server_names_a_model_that_the_path_does_not(tmp_path: Path) -> None:
+    served = read(tmp_path, 'vllm serve "$DIR" --served-model-name Qwen3-8B-AWQ\n')
+    assert served.settings["model"] == "Qwen3-8B-AWQ"
+    assert not served.refused
+
+
+def test_a_stated_release_counts_more_than_that_of_the_image(tmp_path: Path) -> None:
+    stated = read(tmp_path, DOCKER, libraries=Libraries(vllm="0.33.0"))
+    assert "libraries" not in stated.settings
+    latest = read(tmp_path, DOCKER.replace("v0.20.2-cu130", "latest"))
+    assert "libraries" not in latest.settings
+
+
+def test_the_threads_have_the_answer_of_their_log(tmp_path: Path) -> None:
+    path = tmp_path / "serve.sh"
+    path.write_text(OLD_SERVER)
+    (answer,) = estimate(from_file=path, gpu="2xt4", libraries={"vllm": "0.4.3"})
+    assert answer.serving is not None
+    assert not answer.serving.starts  # 507 blocks, 8,112 tokens
+    assert not any("rows are" in note or "GPUs the run has" in note for note in answer.notes)
+
+
+def test_a_file_of_experts_in_mxfp4_is_of_its_own_type() -> None:
+    for name in ("gpt-oss-20b-mxfp4.gguf", "ggml-org/gpt-oss-120b-GGUF"):
+        copy = find_copy(name)
+        assert copy is not None
+        assert copy.config["quantization_config"]["file_type"] == "MXFP4_MOE"
+    quantised = find_copy("unsloth/gpt-oss-20b-GGUF:Q8_0")
+    assert quantised is not None
+    assert quantised.config["quantization_config"]["file_type"] == "Q8_0"
+
+
+def test_each_engine_declares_what_of_its_refusals_is_set_aside() -> None:
+    for engine in list_engines().values():
+        assert engine.set_aside <= engine.refused.keys()
+    assert any(engine.programs for engine in BUILT_IN.values())
