@@ -364,6 +364,7 @@ class _Question(TypedDict, total=False):
     quality: AnyPath
     trainer: str
     serving: str
+    serve: str
     tpot: str
 
 

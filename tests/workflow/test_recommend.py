@@ -221,6 +221,29 @@ def test_an_engine_and_its_wait_are_asked() -> None:
     assert "another card" not in slow.output
 
 
+@pytest.mark.parametrize(
+    ("asked", "form"),
+    [
+        (("llama-cpp",), "Q4_K_M"),  # nobody serves 16 bit there
+        (("llama-cpp", "--serve", "Q8_0"), "Q8_0"),
+        (("vllm", "--serve", "awq-int4"), "awq-int4"),
+    ],
+)
+def test_an_engine_is_asked_for_the_form_of_its_weights(asked: tuple[str, ...], form: str) -> None:
+    result = said("--gpu", "4090", "--models", SMALL, "--serving", *asked)
+    assert result.exit_code == 0, result.output
+    assert f"served as merged {form} by {asked[0]}" in result.output
+    assert "--serve awq-int4 looks" not in result.output
+
+
+def test_narrower_weights_are_offered_where_16_bit_do_not_start() -> None:
+    models = f"{SMALL},Qwen/Qwen3-14B"
+    result = said("--gpu", "4090", "--models", models, "--serving", "vllm")
+    assert "in which vllm starts no more of these models; --serve awq-int4 looks" in result.output
+    narrow = said("--gpu", "4090", "--models", models, "--serving", "vllm", "--serve", "awq-int4")
+    assert "Winner: Qwen/Qwen3-14B" in narrow.output
+
+
 def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads() -> None:
     heads = "Qwen/Qwen2.5-7B"  # 28, and 4 of keys
     result = said("--gpu", "8xh100", "--models", heads, "--serving", "vllm")
@@ -332,6 +355,7 @@ def test_time_and_money_are_a_limit_on_the_time(asked: dict[str, Any], seconds: 
         ({"country": "Frence"}, "did you mean France, Greece, French Polynesia"),
         ({"budget": "0usd", "samples": 9, "price_per_hour": 1.0}, "must be above 0"),
         ({"tpot": "50ms"}, "is a limit of a serving engine; give serving"),
+        ({"serve": "fp8"}, "serve: fp8 is a form of a serving engine; give serving"),
         ({"serving": "vlm"}, "serving: 'vlm' is not known; accepted are transformers, vllm"),
         ({"serving": "vllm", "tpot": "50"}, "tpot: '50' is not a duration with a unit"),
         ({"data": "no.jsonl"}, "dataset.path: is not there"),

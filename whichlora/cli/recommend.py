@@ -87,6 +87,11 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     help="Who trains, such as dpo. Default on a GPU: sft, which holds no logits.",
 )
 @click.option("--serving", help="Who serves the model: vllm, sglang, llama-cpp, transformers.")
+@click.option(
+    "--serve",
+    help="With an engine: how it has the weights, such as awq-int4, fp8, or Q8_0 of llama-cpp. "
+    "Default: 16 bit; Q4_K_M of llama-cpp.",
+)
 @click.option("--tpot", help="With an engine: most time of each further token, such as 50ms.")
 @click.option(
     "--save",

@@ -400,8 +400,8 @@ def from_option(command: Callable[..., Any]) -> Callable[..., Any]:
         multiple=True,
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         help="A file of another tool: Axolotl's, LLaMA-Factory's or TRL's YAML, a script, or the "
-        "command of a serving engine; several for accelerate's YAML and DeepSpeed's JSON beside it. "
-        "Other options count more.",
+        "command of a serving engine; several for accelerate's YAML and DeepSpeed's JSON beside "
+        "it. Other options count more.",
     )(command)
 
 

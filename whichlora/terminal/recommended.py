@@ -41,7 +41,12 @@ def print_recommended(recommendation: Recommendation) -> None:
     print_reasons(console, answer)
     for line in _named_without_row(recommendation):
         say(console, line)
-    for line in (*assumed_lines(recommendation.assumed), *_recipe_lines(recommendation)):
+    told = (
+        *assumed_lines(recommendation.assumed),
+        *_form_lines(recommendation),
+        *_recipe_lines(recommendation),
+    )
+    for line in told:
         say(console, line)
     for rule in recommendation.advice:
         say(console, f"advice: {rule.in_words}")
@@ -55,7 +60,8 @@ def recommended_document(recommendation: Recommendation) -> Document:
     sheets = (_models_sheet(recommendation), _savings_sheet(recommendation))
     title, *lines = map(str.strip, reason_lines(recommendation.answer))
     lines += _named_without_row(recommendation)
-    lines += [*assumed_lines(recommendation.assumed), *_recipe_lines(recommendation)]
+    lines += assumed_lines(recommendation.assumed)
+    lines += [*_form_lines(recommendation), *_recipe_lines(recommendation)]
     lines += [f"advice: {rule.in_words}" for rule in recommendation.advice]
     return Document(
         title=title,
@@ -115,6 +121,19 @@ def _under(answer: Answer) -> str:
     """Who trains, where that is not the usual trainer of a plan."""
     trainer = answer.plan.finetune.trainer
     return "" if trainer == USUAL_TRAINER else f" with trainer {trainer}"
+
+
+def _form_lines(recommendation: Recommendation) -> Iterator[str]:
+    """That narrower weights may serve a larger model, where an engine was asked for 16 bit."""
+    answer, plan = recommendation.answer, recommendation.plan
+    stated = {"serve", "serving_options"} & plan.keys()
+    served = [shape.prediction.serving for shape in answer.inference]
+    if stated or all(each is None or each.starts for each in served):
+        return
+    yield (
+        f"serving: 16 bit, in which {plan['serving']} starts no more of these models; --serve "
+        "awq-int4 looks for one whose weights are quantised once they are merged"
+    )
 
 
 def _recipe_lines(recommendation: Recommendation) -> Iterator[str]:

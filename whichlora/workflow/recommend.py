@@ -69,6 +69,8 @@ class Question:
         quality: a CSV file of scores by model, which then go before size.
         trainer: who trains; None is TRL's SFTTrainer on a GPU, where the models write texts.
         serving: who serves the model; None is transformers' generate.
+        serve: with an engine, how it has the weights: a quantisation such as "awq-int4", or a type
+            of its own files such as "Q8_0"; None is 16 bit, or the usual type.
         tpot: most time of each further token there, such as "50ms".
 
     Raises:
@@ -92,10 +94,11 @@ class Question:
     quality: str | Path | None = None
     trainer: str | None = None
     serving: str | None = None
+    serve: str | None = None
     tpot: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gpu", "data", "attn", "budget", "country", "trainer", "serving"):
+        for name in ("gpu", "data", "attn", "budget", "country", "trainer", "serving", "serve"):
             text = getattr(self, name)
             if not isinstance(text, str | None):
                 raise ConfigError(f"{name}: must be text, got {text!r}")
@@ -128,10 +131,12 @@ class Question:
             raise ConfigError("prices and price_per_hour: give one of both")
         if self.data is not None and self.samples is not None:
             raise ConfigError("data and samples: give one of both; data has its own rows")
-        if self.tpot is not None and self.serving in (None, TRANSFORMERS):
-            raise ConfigError(
-                f"tpot: {self.tpot} is a limit of a serving engine; give serving, such as vllm"
-            )
+        for name, what in (("tpot", "a limit"), ("serve", "a form")):
+            if getattr(self, name) is not None and self.serving in (None, TRANSFORMERS):
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)} is {what} of a serving engine; give serving, "
+                    "such as vllm"
+                )
 
     def most_s(self, gpu: GpuSpec) -> float | None:
         """The most that the whole fine-tuning may take on `gpu`.
@@ -351,6 +356,7 @@ def plan_content(question: Question) -> dict[str, Any]:
     if question.serving not in (None, TRANSFORMERS):
         content["serving"] = get_engine(question.serving).name
         content["stage1_profile"] = {"concurrency": 1}
+        content |= _served_form(question)
         if question.tpot is not None:
             parse_duration(question.tpot, setting="tpot")
             content["stage1_profile"]["tpot"] = question.tpot
@@ -365,6 +371,17 @@ def plan_content(question: Question) -> dict[str, Any]:
     if question.country is not None:
         content["country"] = find_grid(question.country).country
     return content | {"profile": "none"}
+
+
+def _served_form(question: Question) -> dict[str, Any]:
+    """How the plan says in which form an engine has the weights; nothing for 16 bit.
+
+    Of an engine with files of its own types it is always one of these: nobody serves 16 bit there.
+    """
+    engine = get_engine(question.serving or TRANSFORMERS)
+    if engine.stored_by:
+        return {"serving_options": {engine.stored_by: question.serve or engine.compared_forms[-1]}}
+    return {} if question.serve is None else {"serve": question.serve}
 
 
 def _trainer(question: Question, gpu: GpuSpec, models: Sequence[str]) -> str | None:
