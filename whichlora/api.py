@@ -48,7 +48,7 @@ from whichlora.store.costs import load_rates
 from whichlora.store.gpus import is_count
 from whichlora.terminal import Progress
 from whichlora.units import parse_tokens
-from whichlora.workflow import combinations, estimates
+from whichlora.workflow import combinations, estimates, served_models
 from whichlora.workflow.guide import GuideRow
 from whichlora.workflow.methods import COMMON_GPU, COMMON_MODEL, MethodRow, method_rows
 from whichlora.workflow.whole_training import NO_FILES, Data, FromFiles
@@ -162,7 +162,7 @@ def estimate(
 
     Args:
         models: hub ids, local folders, or names as people write them ("llama 3.1 8b"); may be left
-            out beside `from_file`.
+            out beside `from_file`. Without both, a serving engine answers for the largest models.
         from_file: files of another tool (Axolotl, LLaMA-Factory, TRL, a script, a notebook);
             `models` and `settings` override them. Notes of the predictions say what was not used.
         gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, several cards of
@@ -195,8 +195,17 @@ def estimate(
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     types = _types(gpu)
+    grid = _grid(models, run_settings)
+    if not _listed(from_file) and served_models.asks_for_models(grid):
+        return served_models.largest_served(
+            grid,
+            types,
+            calibration_dir=_path(calibration_dir),
+            maximise=combinations.maximised(grid),
+            rates=load_rates(_path(prices), country),
+        )
     stated = {**run_settings, **({} if data is None else {"data": data})}
-    grid, files = _with_files(_grid(models, run_settings), from_file, stated=stated, types=types)
+    grid, files = _with_files(grid, from_file, stated=stated, types=types)
     maximise = combinations.maximised(grid)
     return estimates.estimate_grid(
         grid,

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from whichlora.predict.life import Life
 
 
+_NONE_SERVED = (
+    "no widely used model is served so; give fewer sequences, a shorter context, more GPUs, or "
+    "name models"
+)
+
+
 @click.command(cls=SpreadCommand)
 @click.argument("models", nargs=-1, metavar="MODEL...", callback=split_models)
 @from_option
@@ -103,7 +109,7 @@ def estimate(
 ) -> None:
     """Predict peak memory, time and cost; nothing is run.
 
-    Every list with commas makes a grid.
+    Every list with commas makes a grid. With an engine and no MODEL: the largest that it serves.
 
     \b
     Example:
@@ -112,16 +118,21 @@ def estimate(
       whichlora estimate llama-3.1-8b --gpu l4 --method qlora --data train.jsonl --epochs 3
       whichlora estimate --from axolotl.yaml --gpu h100-sxm-80gb
       whichlora estimate --from axolotl.yaml --gpu l4 --check --markdown
+      whichlora estimate --serving vllm --gpu 4090 --context 32768
     """
-    from whichlora.workflow import estimates
+    from whichlora.workflow import estimates, served_models
     from whichlora.workflow.combinations import maximised
-    from whichlora.workflow.whole_training import Data
+    from whichlora.workflow.whole_training import NO_FILES, Data
 
     check_form(as_json, as_markdown)
     settings = run_settings(models, options)
-    settings, files = with_from_files(ctx, settings, from_files, gpu)
+    files = NO_FILES
+    asks_for_models = not from_files and served_models.asks_for_models(settings)
+    if not asks_for_models:
+        settings, files = with_from_files(ctx, settings, from_files, gpu)
     maximise = maximised(settings, size_flag)
-    predictions = estimates.estimate_grid(
+    answered = served_models.largest_served if asks_for_models else estimates.estimate_grid
+    predictions = answered(
         settings,
         gpu,
         calibration_dir=calibration_dir,
@@ -137,6 +148,9 @@ def estimate(
         keys=files.keys,
         older=files.older,
     )
+    if asks_for_models and not predictions:
+        click.echo(_NONE_SERVED, err=True)
+        sys.exit(EXIT_NOTHING_FITS)
     if as_json:
         print_json(estimates.document(predictions))
     elif as_markdown:

@@ -481,6 +481,7 @@ class Engine:
             stored_as: what that says of a checkpoint, by the checkpoint's quantisation;
             counted_type: what the type in a file's name is counted as; of a name without one, the
             file that the engine takes; compared_forms: what is compared of it.
+        usual_quants: of `quant`, or of its own types, what people serve, the widest first.
         shared_by: its option for the number of GPUs that share every matrix, where that is
             predicted; `staged_by` for the number of stages that each have some of the layers.
         copied_by: its option for the number of engines that share experts alone, each with GPUs of
@@ -539,6 +540,7 @@ class Engine:
     stored_as: Mapping[str, str] = field(default_factory=dict)
     counted_type: Callable[[str], str] = str
     compared_forms: tuple[str, ...] = ()
+    usual_quants: tuple[str, ...] = ("none",)
     shared_by: str = ""
     staged_by: str = ""
     copied_by: str = ""

@@ -609,6 +609,7 @@ ENGINE = Engine(
     stored_as=STORED_AS,
     counted_type=counted_type,
     compared_forms=("Q8_0", "Q4_K_M"),
+    usual_quants=("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M"),
     options=(
         Option(
             name="file_type",

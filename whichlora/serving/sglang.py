@@ -680,6 +680,7 @@ ENGINE = Engine(
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
     start=start,
     stored_forms=ENGINE_QUANTS,
+    usual_quants=("none", "fp8", "awq-int4"),
     starts_tower=lambda run, model: True,
     stepping=stepping,
     check=check,

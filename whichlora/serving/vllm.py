@@ -801,6 +801,7 @@ ENGINE = Engine(
     start=start,
     load_of_start=load_of_start,
     stored_forms=ENGINE_QUANTS,
+    usual_quants=("none", "fp8", "awq-int4"),
     loads_towers=False,
     starts_tower=starts_tower,
     text_options=text_options,
