@@ -173,6 +173,42 @@ def test_a_stated_release_counts_more_than_that_of_the_image(tmp_path: Path) -> 
     assert "libraries" not in latest.settings
 
 
+COMPOSE = """
+services:
+  webui:
+    image: ghcr.io/open-webui/open-webui:main
+  vllm:
+    image: "vllm/vllm-openai:v0.22.0"
+    environment:
+      - HF_TOKEN=${HF_TOKEN}
+    command: >
+      --model Qwen/Qwen3-8B-AWQ --max-model-len ${LENGTH:-16384}
+      --gpu-memory-utilization 0.85
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        """["--model", "Qwen/Qwen3-8B-AWQ", "--max-model-len", 16384,
+      "--gpu-memory-utilization", "0.85"]""",
+    ],
+)
+def test_a_compose_file_is_the_container_of_the_engine_in_it(tmp_path: Path, command: str) -> None:
+    text = f"{COMPOSE.split('command:')[0]}command: {command}\n" if command else COMPOSE
+    path = tmp_path / "docker-compose.yml"
+    path.write_text(text)
+    settings = import_files([path]).settings
+    assert settings["model"] == "Qwen/Qwen3-8B-AWQ"
+    assert settings["context"] == 16_384
+    assert settings["libraries"] == (("vllm", "0.22.0"),)
+    assert settings["serving_options"] == (("gpu_memory_utilization", 0.85),)
+    path.write_text("services:\n  db:\n    image: postgres\n")
+    with pytest.raises(ConfigError, match="has no command that trains or serves"):
+        import_files([path])
+
+
 def test_the_threads_have_the_answer_of_their_log(tmp_path: Path) -> None:
     path = tmp_path / "serve.sh"
     path.write_text(OLD_SERVER)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from whichlora.units import MiB
 Kind = Literal["settings", "accelerate", "deepspeed", "command"]
 _PYTHON = (".py", ".ipynb")
 _MOST_CODE_BYTES = 32 * MiB  # of a notebook, which may hold images
+_COMPOSE = re.compile(r"^services:[ \t]*(?:#.*)?$", re.MULTILINE)
 _DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"})
 
 
@@ -57,7 +60,7 @@ def read_source(path: Path, tools: Subcommands, options: Mapping[str, Any] | Non
         raise ConfigError(f"{path}: is empty; give the configuration of a training")
     if text.lstrip().startswith("{"):
         return _of_mapping(path, _json(path, text), {})
-    if is_script(text, tools):
+    if is_script(text, tools) and not _COMPOSE.search(text):
         command = only_command(path, text, tools)
         return Source(path=path, kind="command", command=command)
     document = parse_document(path, text, example="base_model: Qwen/Qwen3-8B")
@@ -65,7 +68,30 @@ def read_source(path: Path, tools: Subcommands, options: Mapping[str, Any] | Non
     if faults:
         raise document.error(faults)
     values = {str(key): value for key, value in document.data.items()}
+    if isinstance(values.get("services"), Mapping):
+        command = only_command(path, _as_shell(values["services"]), tools)
+        return Source(path=path, kind="command", command=command)
     return _of_mapping(path, values, {key: document.place(key) for key in values})
+
+
+def _as_shell(services: Mapping[str, Any]) -> str:
+    """Services of a compose file as the commands of a shell that start their containers.
+
+    Source: https://docs.docker.com/reference/compose-file/services/
+    """
+    lines = []
+    for service in services.values():
+        if not isinstance(service, Mapping) or not isinstance(service.get("image"), str):
+            continue
+        stated = service.get("environment") or ()
+        if isinstance(stated, Mapping):
+            stated = [f"{name}={value}" for name, value in stated.items()]
+        sets = [f"-e {shlex.quote(str(each))}" for each in stated]
+        words = [service.get("entrypoint") or "", service.get("command") or ""]
+        texts = [shlex.join(map(str, each)) if isinstance(each, list) else each for each in words]
+        joined = " ".join(" ".join(map(str, texts)).split("\n"))
+        lines.append(f"docker run {' '.join(sets)} {shlex.quote(service['image'])} {joined}")
+    return "\n".join(lines)
 
 
 def _of_python(path: Path, text: str, options: Mapping[str, Any]) -> Source:
