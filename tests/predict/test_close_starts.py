@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -123,3 +124,30 @@ def test_a_number_of_sequences_near_the_blocks_is_undecided() -> None:
         [replace(STATEFUL, serving_options=(("max_num_seqs", 95),))], ["rtx-3090-24gb"]
     )
     assert answer.verdict == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "options", "is_told"),
+    [
+        ("Qwen/Qwen3-8B", "rtx-4090-24gb", {}, True),
+        ("Qwen/Qwen3-8B", "rtx-4090-24gb", {"libraries": {"vllm": "0.7.2"}}, True),
+        ("Qwen/Qwen3-8B", "rtx-4090-24gb", {"context": 640}, False),
+        ("Qwen/Qwen3-8B", "h100-sxm-80gb", {}, False),
+        ("Qwen/Qwen3-8B", "rtx-4090-24gb", {"serving": "sglang"}, False),
+        ("meta-llama/Llama-3.1-8B-Instruct", "rtx-4090-24gb", {}, False),  # another's config
+    ],
+)
+def test_a_start_that_the_length_of_the_model_keeps_from_is_told(
+    model: str, gpu: str, options: dict[str, Any], is_told: bool
+) -> None:
+    (answer,) = estimate(model, gpu, **{"serving": "vllm", **options})
+    assert answer.serving is not None
+    assert answer.serving.starts
+    told = [note for note in answer.notes if note.startswith("no context is stated, so that 640 ")]
+    assert bool(told) == is_told
+    if told:
+        longest = int(told[0].rpartition(" ")[2])
+        assert 640 < longest < 40_960
+        (asked,) = estimate(model, gpu, **{"serving": "vllm", **options, "context": 40_960})
+        assert asked.serving is not None
+        assert not asked.serving.starts

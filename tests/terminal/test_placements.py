@@ -46,7 +46,12 @@ def test_each_row_of_several_gpus_has_its_strategy_and_host_memory(
 
 def test_a_table_without_a_card_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     print_placements(where("meta-llama/Llama-3.1-70B", ["rtx-4090-24gb"]))
-    assert "no card fits; the nearest come first" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "no card fits; the nearest come first" in text
+    several = "several cards: `whichlora estimate` with --gpus 2,4,8,16 says how many hold it"
+    assert several in text
+    print_placements(where("meta-llama/Llama-3.1-70B", ["rtx-4090-24gb"], gpus=2, method="full"))
+    assert several not in capsys.readouterr().out
 
 
 def test_of_many_cards_the_nearest_are_shown_and_the_others_counted(

@@ -130,6 +130,7 @@ def serving_notes(
             f"{answer.max_running} of {answer.concurrency} sequences of {answer.context} tokens "
             f"run at once on {gpus_in_words(job.engine.num_gpus(run))}, the others wait"
         )
+    lines += _own_context_note(job, start, answer)
     shares = [option.name for option in job.engine.options if option.is_share]
     if answer.starts and answer.left_bytes < 0 and shares:
         lines.append(
@@ -147,6 +148,27 @@ def serving_notes(
         lines.append("times by what the engine's logs on this device state of the same file")
     lines += job.engine.ignored_notes(job.run)
     return (*lines, *job.engine.notes(_on_nodes(job, calibration), start))
+
+
+def _own_context_note(job: ResolvedRun, start: Start, answer: ServingPrediction) -> list[str]:
+    """That the engine does not start with the length that it takes by itself, where none is asked.
+
+    Nothing where the run states one, or the config is another model's, whose length may differ.
+    """
+    own_context = job.engine.own_context
+    if job.run.context is not None or not answer.starts or own_context is None:
+        return []
+    own = own_context(job.model, job.served.libraries)
+    if own is None or job.model.shapes_of:
+        return []
+    of_own = start if start.at_context is None else start.at_context(own)
+    if not of_own.lacks(own):
+        return []
+    return [
+        f"no context is stated, so that {answer.context} tokens are judged; with the model's own "
+        f"{own}, which {job.served.release} takes by itself, it does not start: the longest is "
+        f"{start.max_context(own)}"
+    ]
 
 
 def _idle_libraries(job: ResolvedRun) -> list[str]:

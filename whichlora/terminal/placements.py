@@ -12,6 +12,7 @@ from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.parallel_choice import ON_CHOICE
 from whichlora.predict.words import VERDICTS, describe, gpus_in_words, not_started
+from whichlora.serving import get_engine
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction, Verdict
 from whichlora.terminal.assumed import assumed_lines
@@ -137,6 +138,8 @@ def _closing(
             "host memory: what a node needs, pinned or while it loads; --host-memory states what "
             "it has"
         )
+    if judged and all(map(_is_too_large_for_one, judged)):
+        yield "several cards: `whichlora estimate` with --gpus 2,4,8,16 says how many hold it"
     if any(placement.gpu.unverified for placement in judged):
         yield "* a fact of its datasheet is not confirmed; `whichlora gpus` says which"
     if not any(each.prediction and each.prediction.serving for each in judged):
@@ -145,6 +148,15 @@ def _closing(
     bases = {placement.prediction.basis for placement in judged if placement.prediction is not None}
     for text in sorted(bases):
         yield f"basis: {text}"
+
+
+def _is_too_large_for_one(placement: Placement) -> bool:
+    """Whether one card was asked, and does not hold the run."""
+    prediction = placement.prediction
+    if prediction is None or prediction.verdict in ("fits", "undecided"):
+        return False
+    run = prediction.run
+    return run.parallel.gpus == 1 and get_engine(run.serving).num_gpus(run) == 1
 
 
 def _notes(judged: Sequence[Placement]) -> list[tuple[str, list[str]]]:
