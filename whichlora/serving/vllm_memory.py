@@ -300,7 +300,7 @@ def _has_block_each(served: Served) -> bool:
 
     Without graphs of whole steps it need not. Kind: exact. Source: vLLM 0.20.0 to 0.28.0
     `resolve_cudagraph_mode_and_sizes`, config/compilation.py:1427 of 0.20.0; 0.19.0 captured
-    smaller sizes in place of that. An H100 has 856 of Qwen3.6-27B-FP8, 862 here
+    smaller sizes in place of that. An H100 has 856 of Qwen3.6-27B-FP8, 865 here
     (github.com/vllm-project/recipes/pull/551).
     """
     has_graphs = not served.options["enforce_eager"]
