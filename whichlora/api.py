@@ -358,7 +358,9 @@ class _Question(TypedDict, total=False):
 
     gpu: str
     gpus: int
+    host_memory: str
     models: Sequence[str]
+    method: str | Sequence[str]
     seq_len: int | str
     data: str
     samples: int
@@ -454,6 +456,7 @@ def _recommended(
         raise ConfigError(f"{unknown[0]}: is not a keyword; accepted are {', '.join(accepted)}")
     keywords: dict[str, Any] = {name: _plain(value) for name, value in question.items()}
     keywords["models"] = tuple(_models(keywords.get("models", ())))
+    keywords["method"] = tuple(_listed(keywords.get("method", ())))
     if "data" in keywords:
         keywords["data"] = _data(keywords["data"])
     if "seq_len" in keywords:

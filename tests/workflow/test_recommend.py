@@ -539,3 +539,35 @@ def test_several_types_are_refused_with_what_compares_them(types: tuple[str, ...
     result = said(*types)
     assert result.exit_code == 2
     assert "gpu: recommend takes one type, got a100,3090; 'whichlora where'" in result.output
+
+
+def test_methods_are_chosen_from_those_that_are_named() -> None:
+    for method in ("full", ("full",)):
+        answer = recommended(gpu="4090", models=["Qwen/Qwen3-0.6B"], method=method)
+        assert {candidate.run.method for candidate in answer.finetune} == {"full"}
+    result = said("--gpu", "4090", "--method", "ful")
+    assert result.exit_code == 2
+    assert "is not known (got 'ful'); did you mean full" in result.output
+
+
+def test_what_is_offloaded_fits_the_host_or_is_said() -> None:
+    large = "meta-llama/Llama-3.1-70B"
+    command = ("--gpu", "2x3090", "--models", f"{large},{LARGE}", "--method", "qlora")
+    unknown = said(*command)
+    assert f"Winner: {large}" in unknown.output
+    assert re.search(r"note: host memory: .* nobody says what a node has", unknown.output)
+    small = said(*command, "--host-memory", "32GiB")
+    assert f"Winner: {LARGE}" in small.output
+    assert "do not fit in the 32.00 GiB stated" in small.output
+    assert "nobody says what a node has" not in small.output
+    assert small.output.count("host memory: ") <= 3  # two reasons, and a note on loading
+
+
+def test_no_more_host_memory_is_taken_for_granted_than_a_known_machine_has() -> None:
+    large = "Qwen/Qwen3-235B-A22B"  # whose states on the host take 4 TiB
+    question = Question(gpu="8xh100", models=(large, LARGE), method=("full",))
+    for host_memory, expected in ((None, LARGE), ("8TiB", large)):
+        stated = replace(question, host_memory=host_memory)
+        answer = recommend(stated, progress=Silent()).answer
+        assert answer.winner is not None
+        assert answer.winner.run.model == expected

@@ -26,8 +26,9 @@ from whichlora.spec.run import MOST_COUNT, AttentionKernel, RunConfig
 from whichlora.text import visible
 
 
-def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    return () if value is None else tuple(words("models")(ctx, param, value))
+def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """A click callback: names with commas, none where it is not given."""
+    return () if value is None else tuple(words(param.name or "")(ctx, param, value))
 
 
 @click.command()
@@ -44,7 +45,13 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     show_default=True,
     help="How many GPUs share the fine-tuning.",
 )
-@click.option("--models", callback=_models, help="Models to choose from, with commas.")
+@click.option("--host-memory", help="What a node has, such as 128GiB, for what is offloaded.")
+@click.option("--models", callback=_names, help="Models to choose from, with commas.")
+@click.option(
+    "--method",
+    callback=_names,
+    help="Methods to choose from, with commas, such as full or lora,dora. Default: lora,qlora.",
+)
 @click.option(
     "--seq-len",
     type=Tokens(2, MOST_COUNT),

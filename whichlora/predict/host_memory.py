@@ -115,6 +115,30 @@ def memory_of_node(
     return this_host_bytes(), "of this machine"
 
 
+def most_of_a_node(machines: Mapping[str, LinkSpec]) -> tuple[int | None, str]:
+    """Host memory of the largest machine that is known, and whose it is."""
+    known = [machine for machine in machines.values() if machine.host_memory_bytes is not None]
+    largest = max(known, key=lambda machine: machine.host_memory_bytes or 0, default=None)
+    if largest is None:
+        return None, ""
+    return largest.host_memory_bytes, f"of {largest.key}, the most of the machines that are known"
+
+
+def open_note(use: HostUse, node: tuple[int | None, str]) -> str:
+    """What nodes need whose memory nobody knows; empty where it is known, or nothing is needed.
+
+    Args:
+        node: of `memory_of_node`.
+    """
+    needs = [
+        *([f"{format_bytes(use.pinned_bytes)} pinned on each node"] if use.pinned_bytes else []),
+        *([f"{format_bytes(use.loading_bytes)} while loading"] if use.loading_bytes else []),
+    ]
+    if node[0] is not None or not needs:
+        return ""
+    return f"{HOST_MEMORY}{', '.join(needs)}; nobody says what a node has (host_memory)"
+
+
 def host_fault(use: HostUse, node: tuple[int | None, str]) -> str:
     """Why a node has too little memory; empty where it has enough, or where nobody knows.
 

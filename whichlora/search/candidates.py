@@ -15,7 +15,7 @@ from whichlora.methods import get_method, with_method
 from whichlora.parallel.layout import Layout
 from whichlora.predict import parallel_choice
 from whichlora.predict.counted import check_layout, host_of
-from whichlora.predict.host_memory import host_fault, memory_of_node
+from whichlora.predict.host_memory import host_fault, memory_of_node, most_of_a_node
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun, as_stored, layout_of, resolve
 from whichlora.predict.serving import bounded
@@ -367,11 +367,9 @@ class Candidates:
                 job = self._spread(self._resolved(base, chosen), config)
                 check_layout(job)
                 self._check_links(job)
-                fault = self._host_fault(job)
+                fault, of_host = self._host_fault(job)
             except ConfigError as error:
                 fault, of_host = str(error), False
-            else:
-                of_host = bool(fault)
             if not fault:
                 yield job
                 continue
@@ -411,10 +409,20 @@ class Candidates:
             if links is None:
                 raise ConfigError(line)
 
-    def _host_fault(self, job: ResolvedRun) -> str:
-        """Why a node has too little memory, whatever the rank of the adapters; empty: it has."""
+    def _host_fault(self, job: ResolvedRun) -> tuple[str, bool]:
+        """Why a node has too little memory, whatever the rank of the adapters; empty: it has.
+
+        Returns:
+            The fault, and whether it is of a node that is known; else it is of the largest machine
+            that is, which nobody who has more needs to read.
+        """
+        if job.layout is None:
+            return "", False
         node = memory_of_node(job.run.parallel, self.machines, self.this_host_bytes)
-        return host_fault(host_of(job, r=min(self.plan.ranks)), node) if node[0] else ""
+        is_known = node[0] is not None
+        node = node if is_known else most_of_a_node(self.machines)
+        fault = host_fault(host_of(job, r=min(self.plan.ranks)), node)
+        return fault, bool(fault) and is_known
 
     def _refuse(
         self,

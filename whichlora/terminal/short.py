@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 MAX_MODELS = 3
 MAX_OTHERS = 1  # reasons beside those of the winner
+MAX_OF_HOST = 2  # of what a node has no memory for; the largest models come first
 MAX_NOTES = 2
 TO_MEET_IT = " chance to meet it)"
 _BY_CONFIG = "memory by the config; "  # as it is where no run has corrected it
@@ -84,10 +85,11 @@ def _reasons(answer: Answer) -> tuple[list[list[str]], list[list[str]]]:
     """Blocks of lines that are always shown, and the others."""
     blocks = _blocks(explanation(answer, brief=True))
     on_gpus = ("GPU: ", "GPUs: ")
+    of_host = [block for block in blocks if HOST_MEMORY in block[0]][:MAX_OF_HOST]
     shown = [
         block
         for i, block in enumerate(blocks)
-        if i == 0 or block[0].startswith(on_gpus) or HOST_MEMORY in block[0]
+        if i == 0 or block[0].startswith(on_gpus) or block in of_host
     ]
     return shown, [block for block in blocks if block not in shown]
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from whichlora.calibration.load import refit
 from whichlora.errors import ConfigError
 from whichlora.methods import under_trainer
+from whichlora.predict.counted import host_of
+from whichlora.predict.host_memory import memory_of_node, open_note
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.parallel_choice import is_tried_first, not_in_the_trainer
@@ -347,6 +349,12 @@ def _of_several_gpus(
             "which is more than one GPU has; how several serve it is not predicted, and its time "
             "per token is that of one"
         )
+    if best is not None:
+        job = session.job(best.run)
+        node = memory_of_node(
+            best.run.parallel, session.calibration.machines, session.calibration.this_host_bytes
+        )
+        lines += filter(None, [open_note(host_of(job), node)])
     training = (each.run for each in candidates if each.run.phase == "finetune")
     sizes = {session.job(run).micro_batches * run.batch_size for run in training}
     asked = any(config.global_batch_size for config in session.plan.spreads)

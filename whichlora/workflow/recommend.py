@@ -57,7 +57,10 @@ class Question:
     Args:
         gpu: as `estimate` takes one, such as "4090" or "2x3090"; None is that of this machine.
         gpus: that share the fine-tuning, and what an engine serves that divides models.
+        host_memory: of each node, such as "128GiB", which what is offloaded must fit in; None is
+            this machine's, if it has the GPU, and else no more than any known machine has.
         models: to choose from; empty is the default list of a plan.
+        method: to choose from; empty are the default ones of a plan.
         data: a file, folder or hub dataset; None is `samples` rows of `seq_len` tokens.
         attn: the attention kernel; None is the default of a plan.
         image_max_pixels: larger images of the data are shrunk to so many.
@@ -79,7 +82,9 @@ class Question:
 
     gpu: str | None = None
     gpus: int = 1
+    host_memory: str | None = None
     models: tuple[str, ...] = ()
+    method: tuple[str, ...] = ()
     seq_len: int = RunConfig(model="any").seq_len
     data: str | None = None
     samples: int | None = None
@@ -98,7 +103,17 @@ class Question:
     tpot: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gpu", "data", "attn", "budget", "country", "trainer", "serving", "serve"):
+        for name in (
+            "gpu",
+            "host_memory",
+            "data",
+            "attn",
+            "budget",
+            "country",
+            "trainer",
+            "serving",
+            "serve",
+        ):
             text = getattr(self, name)
             if not isinstance(text, str | None):
                 raise ConfigError(f"{name}: must be text, got {text!r}")
@@ -330,12 +345,16 @@ def plan_content(question: Question) -> dict[str, Any]:
     content: dict[str, Any] = {"gpu": gpu}
     if question.gpus > 1:
         content["gpus"] = question.gpus
+    if question.host_memory is not None:
+        content["host_memory"] = question.host_memory
     models = question.models or _models_that_read(question)
     trainer = _trainer(question, spec, models)
     if not models and (large := models_for(question.gpus * spec.memory_bytes)) != DEFAULT_MODELS:
         models = large
     if models:
         content["models"] = list(models)
+    if question.method:
+        content["methods"] = list(question.method)
     if trainer is not None:
         content["trainer"] = trainer
     content |= {"sequence_length": question.seq_len, "epochs": float(question.epochs)}
