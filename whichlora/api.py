@@ -163,8 +163,7 @@ def estimate(
     Args:
         models: hub ids, local folders, or names as people write them ("llama 3.1 8b"); may be left
             out beside `from_file`. Without both, a serving engine answers for the largest models.
-        from_file: files of another tool (Axolotl, LLaMA-Factory, TRL, a script, a notebook);
-            `models` and `settings` override them. Notes of the predictions say what was not used.
+        from_file: files of another tool, or a script; `models` and `settings` override them.
         gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, several cards of
             one run ("2x3090"), or an amount of memory ("24GB"), for which no time is predicted.
         gpus: how many, over all nodes; types, an older meaning, are accepted with a warning.
@@ -174,8 +173,7 @@ def estimate(
         data: the training data (a file, a folder or a dataset of the hub), for `training` of the
             predictions; in its place `samples`, a number of rows of `seq_len` tokens.
         epochs: how often it is passed; 1 where nobody says.
-        prices: a CSV file of your prices, with columns gpu and usd_per_hour; for other GPUs the
-            price table of this release counts.
+        prices: a CSV file with columns gpu and usd_per_hour, which goes before the price table.
         country: by name or code; the CO2 is that of its electricity.
         settings: fields of `RunConfig`; a list of values makes a grid, and "max" of `batch_size`,
             `seq_len` or `context` is the largest that fits. `nodes`, `parallel` and the options of
@@ -206,13 +204,12 @@ def estimate(
         )
     stated = {**run_settings, **({} if data is None else {"data": data})}
     grid, files = _with_files(grid, from_file, stated=stated, types=types)
-    maximise = combinations.maximised(grid)
     return estimates.estimate_grid(
         grid,
         types,
         calibration_dir=_path(calibration_dir),
         engine=engine,
-        maximise=maximise,
+        maximise=combinations.maximised(grid),
         notes=files.notes,
         rates=load_rates(_path(prices), country),
         data=Data.asked(_data(data), _plain(samples), _plain(epochs), files),

@@ -118,15 +118,16 @@ def test_cards_that_share_a_ledger_are_answered_as_if_each_were_alone(
 def test_bytes_are_counted_once_for_cards_of_one_capability(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted: list[str] = []
+    counted: list[tuple[str, Count]] = []
 
-    def counting(job: ResolvedRun, **sizes: Count) -> Mapping[str, Mapping[str, Count]]:
-        counted.append(job.gpu.key)
-        return moment_parts(job, **sizes)
+    def counting(job: ResolvedRun, *, batch_size: Count) -> Mapping[str, Mapping[str, Count]]:
+        counted.append((str(job.gpu.compute_capability), batch_size))
+        return moment_parts(job, batch_size=batch_size)
 
     monkeypatch.setattr("whichlora.predict.alike.moment_parts", counting)
     run, shared = RunConfig(model=MODEL.name), SharedLedgers()
     for name in ("a100-sxm-40gb", "a100-sxm-80gb", "rtx-3090-24gb"):
         card = find_target(name)
         place(MODEL, run, card, load_calibration(card), shared)
-    assert counted == ["a100-sxm-40gb", "rtx-3090-24gb"]
+    assert {capability for capability, _ in counted} == {"8.0", "8.6"}
+    assert len(set(counted)) == len(counted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
@@ -35,7 +35,6 @@ LOAD = (
 )
 
 
-MOST_AT_ONCE = 128  # batch sizes whose bytes are counted in one pass
 Moments = Mapping[str, Mapping[str, Count]]
 
 
@@ -50,7 +49,7 @@ class SharedLedgers:
 
     def __init__(self) -> None:
         self._replayed: dict[tuple[Any, ...], tuple[Moments, bool]] = {}
-        self._of_batches: dict[tuple[Any, ...], Moments] = {}
+        self._of_batches: dict[tuple[Any, ...], dict[int, Moments]] = {}
 
     def run_moments(self, job: ResolvedRun, kinds: Sequence[RankKind] = ()) -> tuple[Moments, bool]:
         """As of `quantities.run_moments`."""
@@ -62,18 +61,17 @@ class SharedLedgers:
         moments, is_replayed = self._replayed[key]
         return _on_card(job, moments), is_replayed
 
-    def moments_of_batches(self, job: ResolvedRun) -> Moments:
-        """Arrays, of the batch sizes from 1 to `MOST_AT_ONCE`."""
-        import numpy as np
+    def batches(self, job: ResolvedRun) -> Callable[[int], Moments]:
+        """Moments of `job` by its batch size, as of `quantities.moment_parts`."""
+        key = _same_bytes(job)  # once for all sizes: its hash is that of a whole model
+        counted = {} if key is None else self._of_batches.setdefault(key, {})
 
-        key = _same_bytes(job)
-        moments = None if key is None else self._of_batches.get(key)
-        if moments is None:
-            sizes = np.arange(1, MOST_AT_ONCE + 1, dtype=np.float64)
-            moments = moment_parts(job, batch_size=sizes)
-            if key is not None:
-                self._of_batches[key] = moments
-        return _on_card(job, moments)
+        def moments(batch_size: int) -> Moments:
+            if batch_size not in counted:
+                counted[batch_size] = moment_parts(job, batch_size=batch_size)
+            return _on_card(job, counted[batch_size])
+
+        return moments
 
 
 def _on_card(job: ResolvedRun, moments: Moments) -> Moments:

@@ -120,12 +120,14 @@ def place(
         prediction = replace(prediction, notes=(*notes, *prediction.notes))
     if prediction.serving is not None:  # whatever is asked for beyond waits
         return Placement(gpu=gpu, prediction=prediction, batch_size=prediction.serving.max_running)
-    step, fits = least_size(job.run, "batch_size"), _batches_that_fit(job, calibration, shared)
+    step, moments_of = least_size(job.run, "batch_size"), shared.batches(job)
 
-    def holds(size: int) -> bool:
-        return fits[size - 1] if size <= len(fits) else _fits_by_estimate(job, size, calibration)
+    def fits_by_estimate(number: int) -> bool:
+        """Without a replay: hundreds of cards are asked at once."""
+        judged = judge_moments(job, moments_of(step * number), calibration)
+        return bool(judged.bounds()[2] <= job.gpu.memory_bytes)
 
-    batch_size = step * last_that(lambda number: holds(step * number), MAX_SIZE // step)
+    batch_size = step * last_that(fits_by_estimate, MAX_SIZE // step)
     if prediction.exceeds_host:
         batch_size = 0
     if prediction.fits:  # by a replay, which the estimate may be above
@@ -285,22 +287,6 @@ def _fits(job: ResolvedRun, setting: Size, value: int, calibration: Calibration)
         return False
     sized = replace(job, run=with_size(job.run, setting, value))
     _, _, high = judged_run(sized, calibration).bounds()
-    return bool(high <= job.gpu.memory_bytes)
-
-
-def _batches_that_fit(
-    job: ResolvedRun, calibration: Calibration, shared: SharedLedgers
-) -> list[bool]:
-    """Whether each of the first batch sizes fits, as of `_fits_by_estimate`."""
-    moments = shared.moments_of_batches(job)
-    _, _, high = judge_moments(job, moments, calibration).bounds()
-    fits: list[bool] = (high <= job.gpu.memory_bytes).tolist()
-    return fits
-
-
-def _fits_by_estimate(job: ResolvedRun, batch_size: int, calibration: Calibration) -> bool:
-    """The same by the estimate of what the allocator keeps: dozens of cards are asked at once."""
-    _, _, high = judged_memory(job, calibration, batch_size=batch_size).bounds()
     return bool(high <= job.gpu.memory_bytes)
 
 
