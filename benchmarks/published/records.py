@@ -31,7 +31,7 @@ from whichlora.store.record import encode_record
 CALIBRATION = Path(__file__).resolve().parent.parent.parent / "calibration"
 ENOUGH = 20
 # Of one model at one length: what a card does there would be taken for what it does.
-_ONE_SHAPE = (
+ONE_SHAPE = (
     "jenga_reproduction",
     "lambda_benchmark",
     "nntile_overhead",  # all in fp32, of one row
@@ -170,7 +170,7 @@ def _runs(observations: Iterable[Observation]) -> Iterator[list[Observation]]:
 def records() -> tuple[dict[str, list[Measurement]], LeftOut]:
     """Records by accelerator, and how many cells are none, by source and reason."""
     usable, left_out = [], LeftOut()
-    for one in (each for each in published.read_all() if each.source not in _ONE_SHAPE):
+    for one in (each for each in published.read_all() if each.source not in ONE_SHAPE):
         if isinstance(one, Observation):
             refusal = _refusal(one)
             if refusal:

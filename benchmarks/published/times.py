@@ -128,7 +128,8 @@ class TimeSample:
 
     @property
     def teaches(self) -> bool:
-        return not self.observation.waits
+        """Whether a fit learns from it, as the shipped ones do."""
+        return not self.observation.waits and self.observation.source not in records.ONE_SHAPE
 
 
 def samples_of(
