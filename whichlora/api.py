@@ -210,14 +210,10 @@ def estimate(
         calibration_dir=_path(calibration_dir),
         engine=engine,
         maximise=combinations.maximised(grid),
-        notes=files.notes,
+        files=files,
         rates=load_rates(_path(prices), country),
         data=Data.asked(_data(data), _plain(samples), _plain(epochs), files),
-        eval_batch_size=files.eval_batch_size,
         stated=files.stated or run_settings.keys(),
-        is_lower_bound=files.is_lower_bound,
-        keys=files.keys,
-        older=files.older,
     )
 
 

@@ -71,3 +71,13 @@ def test_a_file_without_a_model_is_that_of_the_model_before_it(tmp_path: Path) -
     )
     assert prediction.run.trainer == "sft"  # Unsloth's kernels are not predicted for it
     assert prediction.run.model == "unsloth/gemma-4-E2B-it"
+
+
+def test_what_makes_it_fit_is_said_in_its_own_keys(tmp_path: Path) -> None:
+    path = tmp_path / "studio.yaml"
+    text = "model: unsloth/Qwen2.5-7B\ntraining: {max_seq_length: 8192, batch_size: 8}\n"
+    path.write_text(text + "lora: {lora_r: 16}\n")
+    (prediction,) = estimate(gpu="t4-16gb", from_file=path)
+    keys = [key for way in prediction.ways_out for key in way.keys]
+    assert "training.batch_size" in keys
+    assert all(key.startswith("training.") for key in keys)

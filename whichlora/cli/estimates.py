@@ -139,14 +139,10 @@ def estimate(
         engine=engine,
         trace_layers=trace_layers,
         maximise=maximise,
-        notes=files.notes,
+        files=files,
         rates=rates_of(prices, country),
         data=Data.asked(data, samples, epochs, files),
-        eval_batch_size=files.eval_batch_size,
         stated=files.stated,
-        is_lower_bound=files.is_lower_bound,
-        keys=files.keys,
-        older=files.older,
     )
     if asks_for_models and not predictions:
         click.echo(_NONE_SERVED, err=True)

@@ -143,6 +143,7 @@ class Keys:
         self.refused: dict[str, str] = {}
         self.unknown: dict[str, None] = {}  # of files beside this one
         self.saying: dict[str, FileKey] = {}  # by setting
+        self._names_in_file: Mapping[str, str] | None = None  # where they are renamed
         self.eval_batch_size = 0
         self.is_lower_bound = False
         self.oldest = ""
@@ -161,7 +162,9 @@ class Keys:
 
     def renamed(self, names: Mapping[str, str]) -> Keys:
         """The keys of `names` under their new names; notes and refusals are shared."""
-        return self._with({new: self.raw(old) for old, new in names.items() if old in self})
+        keys = self._with({new: self.raw(old) for old, new in names.items() if old in self})
+        keys._names_in_file = {new: old for old, new in names.items()}
+        return keys
 
     def over(self, defaults: Mapping[str, Any]) -> Keys:
         """The same keys, and those of `defaults` that are not stated."""
@@ -170,7 +173,7 @@ class Keys:
     def _with(self, values: Mapping[str, Any]) -> Keys:
         keys = Keys(values, self._where, asked_model=self.asked_model)
         keys.assumed, keys.refused, keys.used = self.assumed, self.refused, self.used
-        keys.saying = self.saying
+        keys.saying, keys._names_in_file = self.saying, self._names_in_file
         return keys
 
     def where(self, name: str) -> str:
@@ -400,7 +403,10 @@ class Keys:
 
     def says(self, setting: str, name: str, values: Mapping[Any, Any] | None = None) -> None:
         """Note that `name` alone says `setting`: in the same values, or those of `values`."""
-        self.saying[setting] = FileKey(name, values or {})
+        names = self._names_in_file
+        in_file = name if names is None else names.get(name)
+        if in_file is not None:
+            self.saying[setting] = FileKey(in_file, values or {})
 
     def refuse_several(self, setting: str, name: str) -> None:
         """Refuse a value that a script computes; the message has those that its name is set to."""

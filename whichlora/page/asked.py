@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from whichlora.page.form import DATA, Question, chosen_files, data, settings, stated
-from whichlora.spec.results import SCHEMA_VERSION, Answers, FileKey, Prediction
+from whichlora.spec.results import SCHEMA_VERSION, Answers, Prediction
 from whichlora.workflow import estimates
 from whichlora.workflow.from_files import with_files
-from whichlora.workflow.whole_training import Data
+from whichlora.workflow.whole_training import NO_FILES, Data, FromFiles
 
 Part = dict[str, Any]  # of an answer, as JSON; "part" says which
 
@@ -25,21 +25,15 @@ class Asked:
 
     Args:
         settings: as `combinations` takes them.
-        notes: of the files of another tool.
+        files: what files of another tool say beside `settings`.
         data: what is learned, if anybody said.
-        eval_batch_size: rows that evaluations of the files read at once.
-        is_lower_bound: the files leave something open that is not counted.
-        keys: of the files, by the setting that each alone says.
         stated: names of the settings that somebody gave.
     """
 
     question: Question
     settings: Mapping[str, list[Any]]
-    notes: tuple[str, ...] = ()
+    files: FromFiles = NO_FILES
     data: Data | None = None
-    eval_batch_size: int = 0
-    is_lower_bound: bool = False
-    keys: Mapping[str, FileKey] = field(default_factory=dict)
     stated: frozenset[str] = frozenset()
 
     @classmethod
@@ -59,11 +53,8 @@ class Asked:
         return cls(
             question=question,
             settings=merged,
-            notes=said.notes,
+            files=said,
             data=what,
-            eval_batch_size=said.eval_batch_size,
-            is_lower_bound=said.is_lower_bound,
-            keys=said.keys,
             stated=said.stated or frozenset(is_set),
         )
 
@@ -76,11 +67,8 @@ class Asked:
         return estimates.estimate_grid(
             self.settings,
             gpus,
-            notes=self.notes,
+            files=self.files,
             data=self.data,
-            eval_batch_size=self.eval_batch_size,
-            is_lower_bound=self.is_lower_bound,
-            keys=self.keys,
             stated=self.stated,
             **options,
         )

@@ -22,7 +22,6 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import list_gpus
 from whichlora.units import format_bytes, format_seconds
 from whichlora.workflow import combinations, estimates
-from whichlora.workflow.evaluation import uncounted
 
 _CARDS_AT_ONCE = 6  # placements in a part: a later question waits for no more
 
@@ -37,7 +36,7 @@ def card_parts(asked: Asked) -> Iterator[Part]:
     placed: list[Placement] = []
     for number, gpu in enumerate(catalog, 1):
         with contextlib.suppress(ConfigError):  # this card can't run it
-            placed += estimates.where(run, [gpu.key], notes=asked.notes)
+            placed += estimates.where(run, [gpu.key], notes=asked.files.notes)
         if number % _CARDS_AT_ONCE == 0 or number == len(catalog):
             order = [each for each in smallest_first(placed) if each.prediction is not None]
             cheap = [placement.gpu.key for placement in cheapest_first(order)]
@@ -50,7 +49,7 @@ def card_parts(asked: Asked) -> Iterator[Part]:
                 "cheapest_hour": cheapest_hour(order),
                 "is_answer": not cards(asked.question),
                 "title": describe(order[0].prediction.run) if order and order[0].prediction else "",
-                "notes": [*asked.notes, *uncounted(run, asked.eval_batch_size)],
+                "notes": [*asked.files.notes_of_step(run)],
                 "commands": [command(asked.question, "where")],
                 "done": number,
                 "of": len(catalog),

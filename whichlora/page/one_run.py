@@ -139,7 +139,7 @@ def largest_part(asked: Asked, gpu: str) -> Part:
         return {"part": "largest", "name": "Largest batch", "value": UNKNOWN, "note": str(error)}
     size = largest.run.batch_size if largest.verdict == "fits" else 0
     served = largest.run.phase == "inference" and largest.run.has_engine
-    note = next(note for note in largest.notes if note not in asked.notes)
+    note = next(note for note in largest.notes if note not in asked.files.notes)
     return {
         "part": "largest",
         "name": "Most sequences at once" if served else "Largest batch",

@@ -61,7 +61,13 @@ from whichlora.store.hub import load_model
 from whichlora.units import format_bytes
 from whichlora.workflow.combinations import by_number, combinations, with_cards
 from whichlora.workflow.evaluation import at_least, with_evaluation, with_uncounted
-from whichlora.workflow.whole_training import Data, OlderReleases, with_training
+from whichlora.workflow.whole_training import (
+    NO_FILES,
+    Data,
+    FromFiles,
+    OlderReleases,
+    with_training,
+)
 
 _OTHER_ANSWER = 0.05  # of the bytes, from which a note names what other releases take
 MOST_COMPARED = 12  # predictions beside which those of the trainers' own defaults are made
@@ -275,31 +281,31 @@ def estimate_grid(
     settings: Mapping[str, Sequence[Any]],
     gpus: Sequence[str] = ("auto",),
     *,
-    is_lower_bound: bool = False,
-    keys: Mapping[str, FileKey] | None = None,
-    older: OlderReleases | None = None,
+    files: FromFiles = NO_FILES,
     **options: Any,
 ) -> Answers[Prediction]:
     """`estimate` of every combination of `settings`; a target may state its number: "2x3090".
 
     Args:
-        is_lower_bound: something that notes name is not counted, so that nothing surely fits.
-        keys: of the user's file, by the setting that each alone says.
-        older: other releases that take the files, which a note compares.
+        files: what the user's files say beside `settings`.
+        options: of `estimate`.
 
     Raises:
         ConfigError: as `estimate`, or settings that exclude each other.
     """
+    options |= {"notes": files.notes, "eval_batch_size": files.eval_batch_size}
     of_numbers = [
         estimate(combinations(with_cards(grid, types)), types, **options)
         for grid, types in by_number(settings, gpus)
     ]
     predictions = [prediction for answers in of_numbers for prediction in answers]
-    predictions = with_ways_out(predictions, options.get("calibration_dir"), keys)
-    if older is not None:
-        predictions = _beside_older(predictions, older, gpus, options)
+    predictions = _with_ways_out(
+        predictions, files.keys, options.get("rates"), options.get("calibration_dir")
+    )
+    if files.older is not None:
+        predictions = _beside_older(predictions, files.older, gpus, options)
     return Answers(
-        map(at_least, predictions) if is_lower_bound else predictions,
+        map(at_least, predictions) if files.is_lower_bound else predictions,
         (refused for answers in of_numbers for refused in answers.refused),
     )
 
@@ -338,10 +344,11 @@ def _older_note(newer: Prediction, other: Prediction, older: OlderReleases) -> t
     )
 
 
-def with_ways_out(
-    predictions: Sequence[Prediction],
-    calibration_dir: Path | None = None,
-    keys: Mapping[str, FileKey] | None = None,
+def _with_ways_out(
+    predictions: list[Prediction],
+    keys: Mapping[str, FileKey],
+    rates: Rates | None,
+    calibration_dir: Path | None,
 ) -> list[Prediction]:
     """`predictions`; where none surely fits, the one that lacks least says what makes it fit.
 
@@ -360,15 +367,15 @@ def with_ways_out(
         if prediction.run.phase == "finetune" and "+" not in prediction.gpu
     ]
     if not known or any(prediction.verdict == "fits" for prediction in predictions):
-        return list(predictions)
+        return predictions
     least = min(known, key=lack)
     model, gpu = load_model(least.run.model), find_target(least.gpu)
-    rates = load_rates()
+    rates = rates or load_rates()
     for_hire = [card for card in list_gpus() if card.key in rates.prices]
     ways = ways_out(
         model, least, gpu, lambda card: load_calibration(card, calibration_dir), for_hire
     )
-    ways = tuple(way.in_file(keys or {}) for way in ways)
+    ways = tuple(way.in_file(keys) for way in ways)
     return [replace(each, ways_out=ways) if each is least else each for each in predictions]
 
 
