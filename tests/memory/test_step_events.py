@@ -11,7 +11,7 @@ from whichlora.memory.optimizer import state_blocks, state_bytes, temporary_bloc
 from whichlora.memory.step_events import has_events, training_events
 from whichlora.memory.weights import quantised_bytes, quantised_parts
 from whichlora.spec.run import RunConfig
-from whichlora.symbolic.autograd import TapeEvent
+from whichlora.symbolic.graph import TapeEvent
 from whichlora.symbolic.layer import BlockEvents
 from whichlora.symbolic.linear_form import per_token
 from whichlora.units import MiB

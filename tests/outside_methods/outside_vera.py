@@ -16,7 +16,7 @@ from whichlora.spec.numeric import Count
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.graph import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 

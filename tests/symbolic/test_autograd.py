@@ -20,7 +20,8 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
 from whichlora.symbolic import linear_form
-from whichlora.symbolic.autograd import Assigned, Tape
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.graph import Assigned
 from whichlora.symbolic.layer import LayerPoints, block_events
 from whichlora.symbolic.linear_form import (
     LinearForm,

@@ -17,7 +17,8 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.layer import Attention
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
-from whichlora.symbolic.autograd import Tape, Tensor
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.linear_form import evaluate, per_token
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.sparse_keys import CHOICE_BYTES, mask_other_keys

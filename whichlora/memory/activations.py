@@ -8,8 +8,8 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.layer import Attention, Layer
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.autograd import INDEX_BYTES
 from whichlora.symbolic.block_attention import bias_bytes, bias_elements, mask_elements
+from whichlora.symbolic.graph import INDEX_BYTES
 from whichlora.symbolic.kernels import (
     FUSED,
     added_mask_bytes,

@@ -11,8 +11,9 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.layer import Norm
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.autograd import SavedTensor, Tape
+from whichlora.symbolic.autograd import Tape
 from whichlora.symbolic.gemma4 import LayerInputPoints
+from whichlora.symbolic.graph import SavedTensor
 from whichlora.symbolic.layer import stream_bytes
 from whichlora.symbolic.linear_form import LinearForm, maximal, minus
 from whichlora.symbolic.linear_form import per_token as elements_per_token

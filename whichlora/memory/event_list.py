@@ -18,7 +18,7 @@ from whichlora.spec.architecture import ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.run import FOUR_BIT_BNB
-from whichlora.symbolic.autograd import TapeEvent
+from whichlora.symbolic.graph import TapeEvent
 from whichlora.symbolic.layer import BlockEvents
 from whichlora.symbolic.linear_form import NOTHING, LinearForm, evaluate
 

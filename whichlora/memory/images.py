@@ -18,7 +18,7 @@ from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward, tower_dtypes
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.tower import Tower
-from whichlora.symbolic.autograd import LAYER_INPUT
+from whichlora.symbolic.graph import LAYER_INPUT
 from whichlora.symbolic.layer import LayerPoints
 from whichlora.symbolic.linear_form import evaluate, most
 from whichlora.symbolic.projectors import embedder_saved, projector_points

@@ -17,8 +17,8 @@ from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic import kernels
 from whichlora.symbolic.altup import expanding_points
-from whichlora.symbolic.autograd import SavedTensor
 from whichlora.symbolic.gemma4 import layer_input_points
+from whichlora.symbolic.graph import SavedTensor
 from whichlora.symbolic.layer import (
     LayerPoints,
     layer_points,

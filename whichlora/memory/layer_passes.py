@@ -15,7 +15,7 @@ from whichlora.memory.weights import unconverted_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, largest
-from whichlora.symbolic.autograd import LAYER_INPUT
+from whichlora.symbolic.graph import LAYER_INPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,8 @@ from whichlora.spec.targets import (
     tower_linears,
 )
 from whichlora.symbolic.altup import StreamPoints, expanding_points, merging_points
-from whichlora.symbolic.autograd import LAYER_INPUT, SavedTensor
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
+from whichlora.symbolic.graph import LAYER_INPUT, SavedTensor
 from whichlora.symbolic.language_head import LabelPoints, label_points
 from whichlora.symbolic.layer import stream_bytes
 from whichlora.symbolic.linear_form import LinearForm, most

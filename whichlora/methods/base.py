@@ -21,7 +21,7 @@ from whichlora.trainers.base import SUPERVISED_RATE
 PEFT_COMPARISON = "PEFT's method comparison"  # method_comparison/MetaMathQA, its experiments' lr
 
 if TYPE_CHECKING:  # a method uses the operators that it is given, so it lies below them
-    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.graph import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 LORA_SETTINGS = frozenset({"use_rslora", "loraplus_lr_ratio", "bias"})  # of a run, of LoRA alone

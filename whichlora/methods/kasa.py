@@ -18,7 +18,7 @@ from whichlora.spec.numeric import Count
 from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.graph import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 

@@ -25,7 +25,7 @@ from whichlora.spec.numeric import Count
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.graph import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 _PLAIN: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled

@@ -17,7 +17,7 @@ from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.graph import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 

@@ -28,7 +28,7 @@ from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.graph import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 _RANK = Option(

@@ -24,7 +24,7 @@ from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.graph import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 _OPTIONS = (

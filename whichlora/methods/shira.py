@@ -25,7 +25,7 @@ from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.graph import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 _SEED = Option(name="random_seed", summary="of the mask that chooses the elements", default=None)

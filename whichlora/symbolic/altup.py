@@ -13,8 +13,9 @@ from whichlora.spec.architecture import ModelSpec, Streams
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.layer import AltUp, Layer, LowRankResidual, Norm
 from whichlora.symbolic.attention import attend
-from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
+from whichlora.symbolic.autograd import Tape
 from whichlora.symbolic.gemma4 import gated_layer_input
+from whichlora.symbolic.graph import SavedTensor, Tensor
 from whichlora.symbolic.linear_form import LinearForm, constant, maximal, per_token
 from whichlora.symbolic.mlp import feed_forward
 from whichlora.symbolic.operators import OpEmitter

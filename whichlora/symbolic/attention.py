@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora.spec.layer import Attention, EagerScores, Projection
-from whichlora.symbolic.autograd import Tensor
 from whichlora.symbolic.block_attention import attend_in_blocks
 from whichlora.symbolic.cache import store
 from whichlora.symbolic.deberta import attend_disentangled
 from whichlora.symbolic.delta_net import mix_recurrently
 from whichlora.symbolic.fused_lora import project_fused, runs_fused
 from whichlora.symbolic.gemma4 import project_in_turn
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.kernels import (
     ALIGNED_KEYS,
     FUSED,

@@ -8,235 +8,33 @@ batch size, length and rank, as numbers or as arrays of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any
 
+from whichlora.symbolic.backward import Backward
+from whichlora.symbolic.graph import (
+    LAYER_INPUT,
+    NO_INNER,
+    Assigned,
+    Inner,
+    Node,
+    PackedEvent,
+    SavedTensor,
+    Step,
+    TapeEvent,
+    Temporaries,
+    Tensor,
+)
 from whichlora.symbolic.linear_form import NOTHING, LinearForm, packed, scaled, total, unpacked
-
-
-class Assigned(NamedTuple):
-    """A temporary that a variable names; what it named before goes when the new one is there.
-
-    Args:
-        form: None where the variable lets go of what it names.
-    """
-
-    variable: str
-    form: LinearForm | None
-
-
-Temporaries: TypeAlias = LinearForm | Sequence[LinearForm | Assigned]
-"""One tensor that an operator makes and drops, or several in the order in which it makes them."""
-LAYER_INPUT = "layer input"
-_FP32 = 4  # bytes
-INDEX_BYTES = 8  # torch indexes with int64
-
-
-class TapeEvent(NamedTuple):
-    """A tensor of the tape is born with `form` bytes, or dies (`form` is None).
-
-    Storages of the forward have their number on the tape, gradients and temporaries negative ones.
-    While a tape is walked, forms are `packed`.
-    """
-
-    tensor: int
-    form: LinearForm | None
-
-
-_PackedEvent: TypeAlias = tuple[int, int | None]
-
-
-@dataclass(eq=False, slots=True)
-class Tensor:
-    """Elements of one dtype; several tensors may share one storage.
-
-    Args:
-        storage: number of its storage on the tape; -1 for one counted elsewhere, such as a weight.
-        elements: how many.
-        size: bytes of each.
-        needs_grad: a gradient flows into it.
-        is_leaf: the gradient is kept: a trained parameter.
-        joined: laid out as [batch, heads, seq, head_dim] in memory.
-        strided: its rows are transposed, so that a product copies them first.
-        cut: so are rows that are a part of longer sequences, unless something makes them anew.
-        repeats: how often a view shows each element that there is, which is read once.
-        edge: key of the buffer that sums its gradient; a view of all elements shares it.
-    """
-
-    storage: int
-    elements: LinearForm
-    size: int
-    edge: int = 0
-    needs_grad: bool = False
-    is_leaf: bool = False
-    joined: bool = False
-    strided: bool = False
-    cut: bool = False
-    repeats: int = 1
-
-    @property
-    def form(self) -> LinearForm:
-        return scaled(self.elements, self.size)
-
-    @property
-    def packed(self) -> int:
-        """`form` as one integer."""
-        return packed(self.elements) * self.size
-
-    @property
-    def packed_in_fp32(self) -> int:
-        return packed(self.elements) * _FP32
-
-
-@dataclass(frozen=True, slots=True)
-class _Inner:
-    """Temporaries of one operator.
-
-    Args:
-        events: births, and deaths before its end, by the place of the temporary.
-        peaks: bytes alive before each of these deaths.
-        left: those at the end, when there is what the operator returns.
-    """
-
-    events: tuple[_PackedEvent, ...] = ()
-    peaks: tuple[int, ...] = ()
-    left_bytes: int = 0
-    left: tuple[int, ...] = ()
-
-    @property
-    def moved(self) -> int:
-        """Each is written by one kernel and read by another."""
-        return 2 * sum(form for _, form in self.events if form is not None)
-
-    @property
-    def kernels(self) -> int:
-        return sum(form is not None for _, form in self.events)
-
-
-_NO_INNER = _Inner()
-
-
-@dataclass(slots=True)
-class _Node:
-    """The node that autograd adds to its graph for one operator."""
-
-    step: int
-    results: Sequence[Tensor]
-    inputs: Sequence[Tensor]
-    saved: Sequence[int]
-    packs: bool
-    passes: bool
-    inner: _Inner = _NO_INNER
-    hidden: bool = False
-    reshapes: bool = False
-    casts: int = 0
-    overwrites: bool = False
-    narrows: bool = False
-    sums_wide: bool = False
-    multiplies: bool = False
-    picks: bool = False
-    read_elsewhere: int = 0  # packed bytes of saved tensors that have no storage on the tape
-    num_saved: int = 0  # weights and tensors that others made among them
-
-
-@dataclass(slots=True)
-class _Step:
-    """Attributes: `moved`, `passing` and `kernels` as of `Traffic`, its results left out."""
-
-    reads: Sequence[int]
-    makes: Sequence[int]
-    inner: _Inner = _NO_INNER
-    by_graph: bool = False
-    in_turn: bool = False
-    moved: int = 0
-    passing: int = 0
-    kernels: int = 0
-
-    def made(self, *, saving: bool) -> Sequence[int]:
-        """Storages that are there at the end of the step."""
-        return self.makes[:1] if self.in_turn and not saving else self.makes
-
-
-def _has_rank(form: LinearForm) -> bool:
-    return bool(form.per_rank_token or form.per_rank or form.per_rank_sequence)
-
-
-class Sized(NamedTuple):
-    """Kernels that move about as many bytes each.
-
-    Args:
-        number: how many they are.
-        moved: bytes that all of them read and write.
-        passing: of these, what a cache may hold all its life: inputs that one of the kernels right
-            before has read or written, and results that nobody keeps.
-    """
-
-    number: int
-    moved: LinearForm
-    passing: LinearForm
-
-
-class Traffic(NamedTuple):
-    """What the kernels of one forward or backward read and write.
-
-    Args:
-        moved: bytes, those of products of matrices left out.
-        kernels: how many run, products included.
-        sizes: the same kernels by what each of them moves, products left out.
-        saves: tensors that operators save for their backward, each time that one does; those
-            that bypass the saved-tensor hooks left out.
-    """
-
-    moved: LinearForm = NOTHING
-    kernels: int = 0
-    sizes: tuple[Sized, ...] = ()
-    saves: int = 0
-
+from whichlora.symbolic.traffic import KernelCounts, StepTraffic, Traffic
 
 _RIGHT_BEFORE = 4  # kernels
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Kernels on their way to a `Traffic`, by the power of two of the bytes per token of each."""
-
-    kernels: int = 0
-    by_size: dict[int, list[int]] = field(default_factory=dict)
-
-    def add(self, moved: int, passing: int, kernels: int = 1) -> None:
-        """Args: `moved` and `passing` are packed forms."""
-        self.kernels += kernels
-        if moved:
-            counts = self.by_size.setdefault(moved.bit_length(), [0, 0, 0])
-            counts[0] += max(1, kernels)
-            counts[1] += moved
-            counts[2] += passing
-
-    def traffic(self, form: Callable[[int], LinearForm]) -> Traffic:
-        sizes = tuple(
-            Sized(count, form(moved), form(passing))
-            for count, moved, passing in self.by_size.values()
-        )
-        return Traffic(total(sized.moved for sized in sizes), self.kernels, sizes)
-
-
-class StepTraffic(NamedTuple):
-    """Of a forward, of its repetition where it is checkpointed, and of the backward."""
-
-    forward: Traffic = Traffic()
-    repeated: Traffic = Traffic()
-    backward: Traffic = Traffic()
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor saved for backward; `element_bytes` is 0 for several tensors of one operator."""
-
-    what: str
-    element_bytes: int
-    form: LinearForm
+def _has_rank(form: LinearForm) -> bool:
+    return bool(form.per_rank_token or form.per_rank or form.per_rank_sequence)
 
 
 class Tape:
@@ -257,10 +55,10 @@ class Tape:
         self.no_grad = no_grad
         self.writes_cache = writes_cache
         self.reads_own = reads_own
-        self._forms: list[int] = []
+        self.forms: list[int] = []
         self._chunk_size = self._fused_rows = self._group_size = 0
-        self._steps: list[_Step] = []
-        self._nodes: list[_Node] = []
+        self.steps: list[Step] = []
+        self.nodes: list[Node] = []
         self._num_edges = 0
         self.input_edge = 0
         self.result = 0  # storage that a caller takes over
@@ -270,8 +68,8 @@ class Tape:
         self._returned: set[int] = set()
         self._bound: dict[str, int] = {}
         self._names: list[tuple[str, int]] = []
-        self._gathered: list[Tensor] = []
-        self._further_results: list[int] = []
+        self.gathered_tensors: list[Tensor] = []
+        self.further_results: list[int] = []
         self._shared_weights: dict[str, Tensor] = {}
         self._held_by_later_layers: list[Tensor] = []
         self.memory: Tensor | None = None  # an encoder's output, which the block reads
@@ -291,7 +89,7 @@ class Tape:
             self.no_grad = before
 
     def _add(self, form: int, name: str, size: int) -> None:
-        self._forms.append(form)
+        self.forms.append(form)
         self._names.append((name, size))
 
     def _packed(self, form: LinearForm) -> int:
@@ -305,13 +103,13 @@ class Tape:
             self._group_size = form.group_size
         return packed(form)
 
-    def _inner(self, temporaries: Temporaries) -> _Inner:
+    def _inner(self, temporaries: Temporaries) -> Inner:
         """The tensors among `temporaries`."""
         if temporaries is NOTHING:
-            return _NO_INNER
+            return NO_INNER
         if isinstance(temporaries, LinearForm):
             temporaries = (temporaries,)
-        events: list[_PackedEvent] = []
+        events: list[PackedEvent] = []
         peaks: list[int] = []
         alive: dict[str | int, tuple[int, int]] = {}  # by the variable or the place
         live = place = 0
@@ -336,7 +134,7 @@ class Tape:
             if born is not None:
                 alive[name] = born
         left = tuple(gone for gone, _ in alive.values())
-        return _Inner(tuple(events), tuple(dict.fromkeys(peaks)), live, left)
+        return Inner(tuple(events), tuple(dict.fromkeys(peaks)), live, left)
 
     def _form(self, number: int) -> LinearForm:
         return unpacked(number, self._chunk_size, self._fused_rows, self._group_size)
@@ -358,7 +156,7 @@ class Tape:
         """An argument of the block; the first, with storage 0, is the hidden state."""
         self._add(self._packed(elements) * size, LAYER_INPUT, size)
         self.input_edge = self._edge()
-        return Tensor(len(self._forms) - 1, elements, size, self.input_edge, needs_grad)
+        return Tensor(len(self.forms) - 1, elements, size, self.input_edge, needs_grad)
 
     def shared_weight(self, name: str, elements: LinearForm, size: int) -> Tensor:
         """A trained tensor that several layers read, one of each `name` and of its casts.
@@ -375,7 +173,7 @@ class Tape:
         """A tensor that all layers read, and the gradient that later layers have summed for it."""
         tensor = Tensor(-1, elements, size, self._edge(), needs_grad)
         if needs_grad:
-            self._gathered.append(tensor)
+            self.gathered_tensors.append(tensor)
         return tensor
 
     def returns_to_later_layers(self, tensor: Tensor, *, gathers: bool) -> None:
@@ -385,14 +183,14 @@ class Tape:
             gathers: they have summed its gradient, wanted or not.
         """
         self.hold_to_end(tensor)
-        self._further_results.append(tensor.storage)
+        self.further_results.append(tensor.storage)
         if gathers:
-            self._gathered.append(tensor)
+            self.gathered_tensors.append(tensor)
 
     def hold_for_later_layers(self, *tensors: Tensor) -> None:
         """Later blocks read `tensors`; their gradients exist when this block goes backward."""
         self._held_by_later_layers += tensors
-        self._gathered += [tensor for tensor in tensors if tensor.needs_grad]
+        self.gathered_tensors += [tensor for tensor in tensors if tensor.needs_grad]
 
     @property
     def held_by_later_layers(self) -> LinearForm:
@@ -402,13 +200,13 @@ class Tape:
     def unsaved_for_later_layers(self) -> LinearForm:
         """Bytes of the tensors that later layers read and no backward does."""
         storages = self.storages_held(graph=False) - self.saved_storages()
-        return self._form(sum(self._forms[storage] for storage in storages))
+        return self._form(sum(self.forms[storage] for storage in storages))
 
     @property
     def graph_behind_held(self) -> LinearForm:
         """Bytes that nodes behind the tensors held by later layers have saved, the input's too."""
         storages = self._storages_behind(graph=True) - self.storages_held(graph=False)
-        return self._form(sum(self._forms[storage] for storage in storages))
+        return self._form(sum(self.forms[storage] for storage in storages))
 
     def storages_held(self, *, graph: bool) -> frozenset[int]:
         """Tensors held by later layers, with `graph` also what nodes that lead to them have saved.
@@ -425,7 +223,7 @@ class Tape:
         if not graph:
             return frozenset(storages)
         edges = {tensor.edge for tensor in self._held_by_later_layers}
-        for node in reversed(self._nodes):
+        for node in reversed(self.nodes):
             if any(result.edge in edges for result in node.results):
                 edges.update(tensor.edge for tensor in node.inputs)
                 storages.update(() if node.hidden else node.saved)
@@ -449,7 +247,7 @@ class Tape:
             self.in_cache.append(copy.storage)
             return tensor if self.reads_own else copy
         if written:
-            self._cache_writes.append((len(self._steps) - 1, tensor.packed))
+            self._cache_writes.append((len(self.steps) - 1, tensor.packed))
         return replace(tensor, storage=-1, elements=elements, edge=self._edge(), joined=True)
 
     def keep_to_next(self, name: str) -> None:
@@ -460,7 +258,7 @@ class Tape:
     @property
     def gathered(self) -> LinearForm:
         """Gradients that later blocks have summed before this block goes backward."""
-        return total(tensor.form for tensor in self._gathered)
+        return total(tensor.form for tensor in self.gathered_tensors)
 
     def op(
         self,
@@ -512,7 +310,7 @@ class Tape:
             picks: it reads few elements of its inputs, such as those of the targets.
             what: label of the tensors that it saves.
         """
-        result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
+        result = Tensor(len(self.forms), elements, size, self._edge(), joined=joined)
         self._add(self._packed(elements) * size, what, size)
         new_storages = [result.storage]
         multiplies = (multiplies or reshapes) and not any(
@@ -525,16 +323,16 @@ class Tape:
             further = [self._kept(form, what) for form in keeps]
             new_storages, saved = new_storages + further, saved + further
             num_saved = 0 if hidden else len(saves) + saves_result + len(keeps)
-            node = _Node(len(self._steps), (result,), inputs, saved, num_saved > 0, passes)
+            node = Node(len(self.steps), (result,), inputs, saved, num_saved > 0, passes)
             node.inner = self._inner(inner_backward)
             node.hidden, node.reshapes, node.overwrites = hidden, reshapes, overwrites
             node.casts, node.sums_wide = self._packed(casts_gradients), sums_wide
             node.multiplies, node.picks, node.num_saved = multiplies, picks, num_saved
             node.read_elsewhere = sum(tensor.packed for tensor in saves if tensor.storage < 0)
-            self._nodes.append(node)
+            self.nodes.append(node)
         read_storages = [tensor.storage for tensor in reads if tensor.storage >= 0]
-        self._steps.append(_Step(read_storages, new_storages, self._inner(inner), in_turn=in_turn))
-        written = sum(self._forms[storage] for storage in new_storages)
+        self.steps.append(Step(read_storages, new_storages, self._inner(inner), in_turn=in_turn))
+        written = sum(self.forms[storage] for storage in new_storages)
         self._run_kernel((() if picks else reads), written, moves=not multiplies)
         self._touched |= dict.fromkeys(new_storages, self._num_kernels)
         return result
@@ -548,11 +346,11 @@ class Tape:
     def _kept(self, form: LinearForm, what: str) -> int:
         """A further tensor that an operator keeps."""
         self._add(self._packed(form), what, 0)
-        return len(self._forms) - 1
+        return len(self.forms) - 1
 
     def _run_kernel(self, reads: Sequence[Tensor], written: int, *, moves: bool = True) -> None:
         """The last step has a kernel, which writes so many packed bytes."""
-        step = self._steps[-1]
+        step = self.steps[-1]
         step.kernels = 1
         if moves:
             step.kernels += step.inner.kernels
@@ -569,7 +367,7 @@ class Tape:
 
     def runs_beside(self, count: int) -> None:
         """Further kernels of the last operator, each on a few bytes."""
-        self._steps[-1].kernels += count
+        self.steps[-1].kernels += count
 
     def runs(self, count: int) -> None:
         """Further kernels that C++ launches inside the last operator for parts of its result."""
@@ -588,13 +386,13 @@ class Tape:
         tensors = [first]
         for elements in results[1:]:
             tensors.append(
-                Tensor(len(self._forms), elements, size, self._edge(), needs_grad=first.needs_grad)
+                Tensor(len(self.forms), elements, size, self._edge(), needs_grad=first.needs_grad)
             )
             self._add(self._packed(elements) * size, str(settings.get("what", "")), size)
-        step = self._steps[-1]
-        self._steps[-1] = replace(step, makes=[*step.makes, *(t.storage for t in tensors[1:])])
+        step = self.steps[-1]
+        self.steps[-1] = replace(step, makes=[*step.makes, *(t.storage for t in tensors[1:])])
         if first.needs_grad:
-            self._nodes[-1].results = tuple(tensors)
+            self.nodes[-1].results = tuple(tensors)
         return tuple(tensors)
 
     def view(self, tensor: Tensor, *, copies_gradient: bool = False) -> Tensor:
@@ -606,7 +404,7 @@ class Tape:
         if not copies_gradient or not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
-        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False))
+        self.nodes.append(Node(len(self.steps), (result,), (tensor,), (), False, False))
         return result
 
     def written_over(self, tensor: Tensor) -> Tensor:
@@ -615,7 +413,7 @@ class Tape:
         if not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
-        self._nodes.append(_Node(len(self._steps) - 1, (result,), (tensor,), (), False, True))
+        self.nodes.append(Node(len(self.steps) - 1, (result,), (tensor,), (), False, True))
         return result
 
     def behind(self, tensor: Tensor, elements: LinearForm, size: int) -> Tensor:
@@ -630,14 +428,14 @@ class Tape:
         before = Tensor(-1, elements, size, self._edge(), needs_grad=not self.no_grad)
         result = self.op([before, tensor], elements, size, joined=True)
         if result.needs_grad:
-            self._nodes[-1].narrows = True
+            self.nodes[-1].narrows = True
         return result
 
     def concatenate(self, tensors: Sequence[Tensor], elements: LinearForm) -> Tensor:
         """`torch.cat`, whose backward hands on views of the gradient that it gets."""
         result = self.op(tensors, elements, max(tensor.size for tensor in tensors))
         if result.needs_grad:
-            self._nodes[-1].narrows = True
+            self.nodes[-1].narrows = True
         return result
 
     def works_before(self, tensor: Tensor, inner: Temporaries) -> Tensor:
@@ -646,9 +444,7 @@ class Tape:
             return tensor
         result = replace(tensor, edge=self._edge())
         temporaries = self._inner(inner)
-        self._nodes.append(
-            _Node(len(self._steps), (result,), (tensor,), (), False, True, temporaries)
-        )
+        self.nodes.append(Node(len(self.steps), (result,), (tensor,), (), False, True, temporaries))
         return result
 
     def in_place(
@@ -660,7 +456,7 @@ class Tape:
             saves: what its backward reads.
         """
         operands = [tensor] if added is None else [tensor, added]
-        step = len(self._steps)
+        step = len(self.steps)
         self.hold(*operands)
         self._run_kernel(operands, tensor.packed)
         inputs = [operand for operand in operands if operand.needs_grad]
@@ -670,9 +466,9 @@ class Tape:
         is_sum = added is not None  # a product's backward reads its factor
         saved = [operand.storage for operand in saves if operand.storage >= 0]
         packs = bool(saved) or not is_sum
-        node = _Node(step, (result,), inputs, saved, packs, is_sum)
+        node = Node(step, (result,), inputs, saved, packs, is_sum)
         node.num_saved = max(len(saves), packs)
-        self._nodes.append(node)
+        self.nodes.append(node)
         return result
 
     def write_view(
@@ -691,7 +487,7 @@ class Tape:
         Source: torch 2.13 `CopySlices::apply_impl`: a copy of the whole gradient for `tensor`, and
         one of the view's part for the node of the operator, which hands it on or sums it up.
         """
-        step = len(self._steps)
+        step = len(self.steps)
         self.hold(tensor, value)
         written = packed(part or tensor.elements) * tensor.size
         self._run_kernel([replace(tensor, elements=part or tensor.elements), value], written)
@@ -704,7 +500,7 @@ class Tape:
         hands_on = value.needs_grad and value.form == copied
         inner = (NOTHING if hands_on else copied, copied if replaces else NOTHING)
         temporaries = self._inner(inner)
-        self._nodes.append(_Node(step, (result,), inputs, (), False, False, temporaries))
+        self.nodes.append(Node(step, (result,), inputs, (), False, False, temporaries))
         return result
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -712,7 +508,7 @@ class Tape:
         elements = total(tensor.elements for tensor in tensors)
         result = self.op(tensors, elements, tensors[0].size)
         if result.needs_grad:
-            self._nodes[-1].narrows = True
+            self.nodes[-1].narrows = True
         return result
 
     def parts(
@@ -722,8 +518,8 @@ class Tape:
         views = tuple(replace(tensor, elements=part, edge=self._edge()) for part in elements)
         if tensor.needs_grad:
             temporaries = self._inner(inner)
-            self._nodes.append(
-                _Node(len(self._steps), views, (tensor,), (), False, False, temporaries)
+            self.nodes.append(
+                Node(len(self.steps), views, (tensor,), (), False, False, temporaries)
             )
         return views
 
@@ -734,7 +530,7 @@ class Tape:
             by_graph: nodes that nobody goes back through do, where the forward saves anything.
         """
         storages = [tensor.storage for tensor in tensors if tensor.storage >= 0]
-        self._steps.append(_Step(storages, (), by_graph=by_graph))
+        self.steps.append(Step(storages, (), by_graph=by_graph))
 
     def returns(self, tensor: Tensor) -> None:
         """The caller takes `tensor` over, so that no step of the block frees it."""
@@ -750,7 +546,7 @@ class Tape:
         previous = self._bound.get(name)
         if previous is not None:
             self._returned.discard(previous)
-            self._steps.append(_Step([previous], ()))
+            self.steps.append(Step([previous], ()))
         if tensor.storage >= 0:
             self._returned.add(tensor.storage)
             if name:
@@ -763,7 +559,7 @@ class Tape:
             hidden: only tensors that checkpointing does not free.
         """
         storages = sorted(self.saved_storages(hidden=hidden))
-        forms = self._unpacked([self._forms[storage] for storage in storages])
+        forms = self._unpacked([self.forms[storage] for storage in storages])
         return tuple(
             SavedTensor(*self._names[storage], form)
             for storage, form in zip(storages, forms, strict=True)
@@ -771,7 +567,7 @@ class Tape:
 
     def saved_storages(self, *, hidden: bool = False) -> frozenset[int]:
         """What is saved for backward, or the part of it that checkpointing does not free."""
-        nodes = [node for node in self._nodes if node.hidden or not hidden]
+        nodes = [node for node in self.nodes if node.hidden or not hidden]
         return frozenset(storage for node in nodes for storage in node.saved)
 
     @property
@@ -781,16 +577,16 @@ class Tape:
 
     @property
     def forward_traffic(self) -> Traffic:
-        return self._counts(self._steps).traffic(self._form)
+        return self.kernel_counts(self.steps).traffic(self._form)
 
-    def _counts(self, steps: Iterable[_Step]) -> _Counts:
+    def kernel_counts(self, steps: Iterable[Step]) -> KernelCounts:
         staying = {self.result, *self.saved_storages()}
-        counts = _Counts()
+        counts = KernelCounts()
         for step in steps:
             passing = step.passing
             if step.moved:
                 passing += sum(
-                    self._forms[storage] for storage in step.makes if storage not in staying
+                    self.forms[storage] for storage in step.makes if storage not in staying
                 )
             counts.add(step.moved, passing, step.kernels)
         return counts
@@ -799,7 +595,7 @@ class Tape:
         """Of a forward with a graph, and of its backward. Args: as of `backward`."""
         walk = self.backward_walk(recomputed=recomputed, early_stop=early_stop)
         walk.counts.kernels += self._num_inside * (1 + recomputed)  # all that C++ launches
-        num_saved = sum(node.num_saved for node in self._nodes)
+        num_saved = sum(node.num_saved for node in self.nodes)
         return StepTraffic(
             self.forward_traffic._replace(saves=num_saved),
             walk.repeated.traffic(self._form),
@@ -809,13 +605,13 @@ class Tape:
     @property
     def has_graph(self) -> bool:
         """Whether a gradient flows through any of it."""
-        return bool(self._nodes)
+        return bool(self.nodes)
 
     @property
     def num_storages(self) -> int:
-        return len(self._forms)
+        return len(self.forms)
 
-    def unpacked_events(self, events: Iterable[_PackedEvent]) -> list[TapeEvent]:
+    def unpacked_events(self, events: Iterable[PackedEvent]) -> list[TapeEvent]:
         """`events` with their forms."""
         forms: dict[int | None, LinearForm | None] = {None: None}
         result = []
@@ -833,7 +629,7 @@ class Tape:
 
     @property
     def _saved_bytes(self) -> int:
-        return sum(self._forms[storage] for storage in self.saved_storages())
+        return sum(self.forms[storage] for storage in self.saved_storages())
 
     def forward(self, *, saving: bool, fills_cache: bool = False) -> list[LinearForm]:
         """Points of the forward, the input left out.
@@ -850,12 +646,12 @@ class Tape:
 
     def forward_points(self, *, saving: bool, stop: int | None = None) -> list[int]:
         """Bytes alive at each step of a forward that is not the first."""
-        forms = self._forms
+        forms = self.forms
         held = self._outliving(saving=saving, again=True, hides=False)
         ends = self._ends(saving=saving)
         points = []
         live = 0
-        for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
+        for index, step in enumerate(self.steps if stop is None else self.steps[:stop]):
             points += [live + peak for peak in step.inner.peaks]
             for storage in step.made(saving=saving):
                 live += forms[storage]
@@ -873,7 +669,7 @@ class Tape:
         hides: bool = True,
         frees_input: bool = False,
         stop: int | None = None,
-    ) -> list[_PackedEvent]:
+    ) -> list[PackedEvent]:
         """Births and deaths of the forward in order.
 
         Args:
@@ -889,10 +685,10 @@ class Tape:
         if stop is not None and self.result not in (0, *self.saved_storages()):
             held.discard(self.result)  # nobody takes over what the recomputation makes last
         ends = self._ends(saving=saving)
-        events: list[_PackedEvent] = []
-        for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
+        events: list[PackedEvent] = []
+        for index, step in enumerate(self.steps if stop is None else self.steps[:stop]):
             events += [(-1 - place, form) for place, form in step.inner.events]
-            events += [(storage, self._forms[storage]) for storage in step.made(saving=saving)]
+            events += [(storage, self.forms[storage]) for storage in step.made(saving=saving)]
             events += [(-1 - place, None) for place in step.inner.left]
             events += [(tensor, None) for tensor in ends.get(index, ()) if tensor not in held]
         if stop is None:
@@ -905,7 +701,7 @@ class Tape:
 
     def _outliving(self, *, saving: bool, again: bool, hides: bool) -> set[int]:
         """Storages that outlive the forward, the input among them."""
-        nodes = [node for node in self._nodes if saving or (node.hidden and hides)]
+        nodes = [node for node in self.nodes if saving or (node.hidden and hides)]
         held = set(() if again else self.cached_copies) | set(self.in_cache)
         if saving and again:
             held |= {tensor.storage for tensor in self._held_by_later_layers}
@@ -915,12 +711,12 @@ class Tape:
         """Storages by the step after which nobody reads or names them."""
         last: dict[int, int] = {}
         # local variables hold their tensors, though recomputation ends early
-        for index, step in enumerate(self._steps):
+        for index, step in enumerate(self.steps):
             for storage in step.reads if saving or not step.by_graph else ():
                 last[storage] = index
             for storage in step.made(saving=saving):
                 last[storage] = index
-        last |= dict.fromkeys(self._returned, len(self._steps) - 1)
+        last |= dict.fromkeys(self._returned, len(self.steps) - 1)
         ends: dict[int, list[int]] = {}
         for storage, index in last.items():
             ends.setdefault(index, []).append(storage)
@@ -964,262 +760,15 @@ class Tape:
             walk.live += self._saved_bytes
         elif not early_stop:  # `CheckpointFunction.backward` runs the whole forward first
             walk.recompute(None)
-            walk.hold_results(self._nodes[-1])
-        for node in reversed(self._nodes):
+            walk.hold_results(self.nodes[-1])
+        for node in reversed(self.nodes):
             # `_checkpoint_hook` of torch 2.13: the first unpack runs the forward, which
             # `_StopRecomputationError` ends with the last saved tensor
             if recomputed and early_stop and node.packs and not walk.is_recomputed:
-                makes = self._steps[node.step].makes  # what it saves of these is there when it ran
+                makes = self.steps[node.step].makes  # what it saves of these is there when it ran
                 ran = any(storage in node.saved for storage in makes)
                 walk.recompute(node.step + ran)
             walk.run(node, unpacks_once=recomputed and early_stop)
         walk.drop_hidden()
         walk.drop_held_again()
         return walk
-
-
-class Backward:
-    """One pass from the result to the input.
-
-    Attributes:
-        points: bytes alive at the points that can be the largest.
-        events: births and deaths in order. The gradient of the result and those that later blocks
-            have gathered are there before, with what is saved unless it is recomputed; what
-            `parameters` and `input_gradient` name stays alive.
-        result_gradient, gathered, input_gradient, parameters: numbers of gradients in `events`.
-        counts: its kernels; `repeated` those of a forward that runs again.
-    """
-
-    def __init__(
-        self, tape: Tape, *, recomputed: bool, early_stop: bool, accumulated: bool, meets: bool
-    ) -> None:
-        self._tape = tape
-        self._forms = tape._forms
-        self._accumulated = accumulated
-        self._meets = meets
-        self._holders: dict[int, int] = {}  # nodes that keep a storage
-        for node in tape._nodes:
-            for storage in set(node.saved):
-                self._holders[storage] = self._holders.get(storage, 0) + 1
-        result = tape._nodes[-1].results[0]
-        self._shares: dict[int, int] = {}  # holders of one gradient's storage
-        self._sizes: dict[int, int] = {}
-        self._views: set[int] = set()
-        self._bases: dict[int, int] = {}  # of views that are no whole storage
-        self._next = 0
-        self.events: list[_PackedEvent] = []
-        self.parameters: list[int] = []
-        self.result_gradient = self._new(result.packed)
-        self._buffers: dict[int, int] = {result.edge: self.result_gradient}
-        self.live = result.packed
-        self.gathered: list[int] = []
-        for tensor in tape._gathered:
-            self._buffers[tensor.edge] = self._new(tensor.packed)
-            self.gathered.append(self._buffers[tensor.edge])
-            self.live += tensor.packed
-        self.points = [self.live]
-        self._held: set[int] = set()  # not freed by the backward of a checkpointed block
-        if recomputed:
-            self._held = {0, *tape.saved_storages(hidden=True)}
-        self._held_again: frozenset[int] = frozenset()  # by later layers, since it was made again
-        if recomputed:
-            self._held_again = tape.storages_held(graph=early_stop)
-        self._num_packed = sum(bool(node.saved) and not node.hidden for node in tape._nodes)
-        self._hidden_again: list[int] = []
-        self.is_recomputed = False
-        self.counts, self.repeated = _Counts(), _Counts()
-
-    @property
-    def num_made(self) -> int:
-        """Gradients and temporaries."""
-        return -self._next
-
-    @property
-    def input_gradient(self) -> int | None:
-        """None where the input needs no gradient."""
-        return self._buffers.get(self._tape.input_edge)
-
-    def _new(self, form: int) -> int:
-        self._next -= 1
-        self._sizes[self._next] = form
-        self._shares[self._next] = 1
-        return self._next
-
-    def _born(self, form: int) -> int:
-        gradient = self._new(form)
-        self.live += form
-        self.events.append((gradient, form))
-        return gradient
-
-    def _part(self, gradient: int, form: int) -> int:
-        """A view of a part of `gradient`, which holds all of it."""
-        view = self._new(form)
-        self._bases[view] = gradient
-        self._shares[gradient] += 1
-        return view
-
-    def _release(self, gradient: int) -> None:
-        self._shares[gradient] -= 1
-        if not self._shares[gradient] and gradient in self._bases:
-            self._release(self._bases[gradient])
-        elif not self._shares[gradient]:
-            self.live -= self._sizes[gradient]
-            self.events.append((gradient, None))
-
-    def recompute(self, stop: int | None) -> None:
-        """Run the forward again until `stop`."""
-        tape = self._tape
-        self.repeated = tape._counts(tape._steps[:stop])
-        self.points += [self.live + point for point in tape.forward_points(saving=True, stop=stop)]
-        nodes = [node for node in tape._nodes if not node.hidden]
-        saved = {storage for node in nodes for storage in node.saved} - {0} | self._held_again
-        self.live += sum(self._forms[storage] for storage in saved)
-        events = tape.forward_events(saving=True, again=True, stop=stop)
-        renamed: dict[int, int] = {}  # temporaries, and copies of what the first forward hid
-        dies_again = {tensor for tensor, form in events if form is None}
-        again = self._held | (dies_again & {tape.result})  # the caller has the first result
-        for tensor, form in events:
-            if tensor < 0 or tensor in again:
-                renamed[tensor] = renamed[tensor] if form is None else self._new(form)
-            self.events.append((renamed.get(tensor, tensor), form))
-        self._hidden_again = [
-            renamed[storage] for storage in sorted(self._held) if storage in renamed
-        ]
-        if stop is not None:  # nobody goes back through these nodes
-            self.drop_hidden()
-        self.is_recomputed = True
-
-    def drop_hidden(self) -> None:
-        """The recomputed graph goes, with what bypasses the saved-tensor hooks."""
-        self.events += [(number, None) for number in self._hidden_again]
-        self._hidden_again = []
-
-    def drop_held_again(self) -> None:
-        """Free the arguments of later layers, at the end of the first layer's backward."""
-        self.events += [(storage, None) for storage in sorted(self._held_again)]
-
-    def hold_results(self, last: _Node) -> None:
-        """Local variables of a reentrant checkpoint hold results and gradients to the end.
-
-        Source: torch 2.13 `CheckpointFunction.backward`: `outputs`, `args`.
-        """
-        self._shares[self.result_gradient] += 1
-        for result in (last.results[0].storage, *self._tape._further_results):
-            if result >= 0 and not self._holders.get(result):
-                self.live += self._forms[result]
-
-    def run(self, node: _Node, *, unpacks_once: bool) -> None:
-        """Pass the gradients of `node`'s results on to its inputs.
-
-        Args:
-            unpacks_once: what it saved goes when its backward has returned, since a checkpoint's
-                hooks hand a tensor out once; else `release_variables` comes after the casts of
-                `validate_outputs`.
-        """
-        gradients = [
-            self._buffers.pop(tensor.edge)
-            for tensor in node.results
-            if tensor.edge in self._buffers
-        ]
-        if not gradients:
-            return
-        wide: dict[int, int] = {}  # sums in fp32, by the edge of what they are a gradient of
-        if node.sums_wide:
-            wide = {tensor.edge: self._born(tensor.packed_in_fp32) for tensor in node.inputs}
-        temporaries = [self._new(form) for _, form in node.inner.events if form is not None]
-        self.events += [(temporaries[place], form) for place, form in node.inner.events]
-        self.points += [self.live + peak for peak in node.inner.peaks]
-        input_gradients: list[tuple[Tensor, int]] = []
-        if node.overwrites:
-            self._free_saved(node)
-        for tensor in node.inputs:
-            form = tensor.packed
-            if node.passes and self._sizes[gradients[0]] == form:
-                self._shares[gradients[0]] += 1
-                input_gradients.append((tensor, gradients[0]))
-            elif node.narrows and tensor.size == node.results[0].size:
-                input_gradients.append((tensor, self._part(gradients[0], form)))
-            else:
-                is_summed = node.sums_wide and tensor.size == _FP32
-                gradient = wide.pop(tensor.edge) if is_summed else self._born(form)
-                input_gradients.append((tensor, gradient))
-                if node.reshapes:
-                    self._views.add(gradient)
-        self._count(node, [self._sizes[gradient] for gradient in gradients], input_gradients)
-        casts_late = node.casts if unpacks_once else 0
-        self.points.append(self.live + node.inner.left_bytes - casts_late)
-        for number in wide.values():
-            self._release(number)
-        self.events += [(temporaries[place], None) for place in node.inner.left]
-        if not node.overwrites:
-            self._free_saved(node)
-        if casts_late:
-            self.points.append(self.live + node.inner.left_bytes)
-        if node.saved and not node.hidden:
-            self._num_packed -= 1
-            if self.is_recomputed and not self._num_packed:
-                self.events.append((0, None))  # the frame of the checkpoint goes
-        for gradient in gradients:
-            self._release(gradient)
-        for tensor, gradient in input_gradients:
-            self._deliver(tensor, gradient)
-
-    def _count(
-        self, node: _Node, gradients: Sequence[int], input_gradients: Sequence[tuple[Tensor, int]]
-    ) -> None:
-        """What the kernels of one node move: each reads its gradient and writes another one."""
-        handed_on = node.passes or node.narrows
-        written = [
-            tensor.packed
-            for tensor, gradient in input_gradients
-            if not (handed_on and (gradient in self._bases or self._shares[gradient] > 1))
-        ]
-        if node.multiplies:
-            self.counts.add(0, 0, len(written))
-            return
-        read = saved = 0
-        if written and not node.picks:
-            read = len(written) * sum(gradients)
-            saved = sum(self._forms[storage] for storage in node.saved) + node.read_elsewhere
-        leaf_bytes = sum(tensor.packed for tensor, _ in input_gradients if tensor.is_leaf)
-        moved = read + saved + sum(written) + node.inner.moved
-        passing = moved - saved - leaf_bytes
-        self.counts.add(moved, passing, len(written) + node.inner.kernels)
-
-    def _free_saved(self, node: _Node) -> None:
-        for storage in sorted(set(node.saved)):
-            self._holders[storage] -= 1
-            if not self._holders[storage] and storage not in self._held | self._held_again:
-                self.live -= self._forms[storage]
-                self.events.append((storage, None))
-
-    def _deliver(self, tensor: Tensor, gradient: int) -> None:
-        if tensor.is_leaf:
-            if self._meets and gradient in self._views:
-                # `InputBuffer::accumulate`, as below: the other one is a view, too
-                total = self._born(tensor.packed)
-                self.points.append(self.live)
-                self._release(total)
-            if self._accumulated:
-                self._count_sum(tensor)
-                self._release(gradient)
-            else:
-                self.parameters.append(gradient)
-            return
-        before = self._buffers.get(tensor.edge)
-        if before is None:
-            self._buffers[tensor.edge] = gradient
-            return
-        self._count_sum(tensor)
-        # Source: torch 2.13 `InputBuffer::accumulate`; a view's base holds the storage, too.
-        if self._shares[before] == 1 and before not in self._views:
-            self._release(gradient)
-            return
-        self._buffers[tensor.edge] = self._born(tensor.packed)
-        self.points.append(self.live)
-        self._release(before)
-        self._release(gradient)
-
-    def _count_sum(self, tensor: Tensor) -> None:
-        """Two gradients of `tensor` are added up."""
-        self.counts.add(3 * tensor.packed, 2 * tensor.packed)

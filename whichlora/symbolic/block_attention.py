@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.spec.layer import Attention
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.graph import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import (
     LinearForm,
     constant,

@@ -13,7 +13,8 @@ from whichlora.methods.base import NO_ADAPTERS
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.run import CacheFormat
-from whichlora.symbolic.autograd import Tape, Tensor
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.linear_form import LinearForm, constant, maximal, per_token, scaled
 from whichlora.symbolic.operators import OpEmitter
 

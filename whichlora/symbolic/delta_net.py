@@ -7,7 +7,7 @@ Source: transformers 5.23 `Qwen3_5GatedDeltaNet`, `Qwen3NextGatedDeltaNet`, `Lfm
 from __future__ import annotations
 
 from whichlora.spec.layer import Attention
-from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.linear_form import (
     CHUNK,
     LinearForm,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whichlora.spec.layer import Linear, Mlp, Moe
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.graph import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import constant, per_token
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter, Rows

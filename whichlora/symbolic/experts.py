@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from whichlora.spec.dtypes import BNB_BLOCK, is_quantised
 from whichlora.spec.layer import Linear, Moe, Norm
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
 from whichlora.symbolic.expert_loop import run_each_expert
+from whichlora.symbolic.graph import INDEX_BYTES, Tensor
 from whichlora.symbolic.grouped_experts import run_grouped
 from whichlora.symbolic.linear_form import constant, per_token, scaled
 from whichlora.symbolic.llama4 import run_every_expert

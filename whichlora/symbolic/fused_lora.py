@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.layer import Linear, Mlp
-from whichlora.symbolic.autograd import Assigned, Tensor
+from whichlora.symbolic.graph import Assigned, Tensor
 from whichlora.symbolic.linear_form import LinearForm, constant, per_rank, per_token, scaled
 from whichlora.symbolic.operators import OpEmitter
 

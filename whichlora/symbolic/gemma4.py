@@ -13,8 +13,9 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.layer import Attention, Layer, LayerInput, Linear, Norm
-from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
+from whichlora.symbolic.autograd import Tape
 from whichlora.symbolic.experts import route, run_experts
+from whichlora.symbolic.graph import SavedTensor, Tensor
 from whichlora.symbolic.linear_form import LinearForm, constant, maximal, per_token
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.layer import Linear, Moe
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.graph import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import NOTHING, LinearForm, constant, per_token, scaled
 from whichlora.symbolic.operators import OpEmitter
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from whichlora.spec.architecture import LabelHead, LabelTransform
 from whichlora.spec.layer import Linear
-from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.linear_form import constant, per_sequence, per_token
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter

@@ -11,7 +11,8 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count, ceil_div, next_power_of_2, smallest
 from whichlora.symbolic.altup import merge_streams
-from whichlora.symbolic.autograd import Assigned, SavedTensor, StepTraffic, Tape, Tensor
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.graph import Assigned, SavedTensor, Tensor
 from whichlora.symbolic.label_head import run_label_head
 from whichlora.symbolic.layer import BlockEvents, block_events
 from whichlora.symbolic.linear_form import (
@@ -27,6 +28,7 @@ from whichlora.symbolic.linear_form import (
 from whichlora.symbolic.masked_lm_head import run_masked_head
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.pooling import compared, pooled
+from whichlora.symbolic.traffic import StepTraffic
 from whichlora.trainers.base import LogitsLoss
 
 

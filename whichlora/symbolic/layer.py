@@ -11,9 +11,10 @@ from whichlora.spec.layer import Layer, Norm
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.symbolic.altup import run_altup_layer
 from whichlora.symbolic.attention import attend
-from whichlora.symbolic.autograd import SavedTensor, StepTraffic, Tape, TapeEvent, Tensor, Traffic
+from whichlora.symbolic.autograd import Tape
 from whichlora.symbolic.experts import mix_experts
 from whichlora.symbolic.gemma4 import add_layer_input, feed_both_ways
+from whichlora.symbolic.graph import SavedTensor, TapeEvent, Tensor
 from whichlora.symbolic.kernels import attention_kernel
 from whichlora.symbolic.linear_form import (
     NOTHING,
@@ -29,6 +30,7 @@ from whichlora.symbolic.linear_form import (
 from whichlora.symbolic.mlp import feed_forward
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.sparse_keys import CHOICE
+from whichlora.symbolic.traffic import StepTraffic, Traffic
 
 
 def feed(code: OpEmitter, layer: Layer, y: Tensor, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from whichlora.errors import ConfigError
 from whichlora.spec.layer import Attention, Linear, Moe
 from whichlora.spec.run import BNB_QUANTS
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.graph import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import constant, per_token, plus
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter

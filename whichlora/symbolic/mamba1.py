@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.layer import Attention, Linear
-from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.linear_form import (
     LinearForm,
     constant,

@@ -8,7 +8,7 @@ batched product reads.
 from __future__ import annotations
 
 from whichlora.spec.layer import Attention
-from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.linear_form import (
     LinearForm,
     constant,

@@ -7,7 +7,8 @@ from functools import lru_cache
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import MaskedHead
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.graph import SavedTensor, Tensor
 from whichlora.symbolic.linear_form import constant, per_token
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whichlora.spec.layer import Attention
-from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.linear_form import per_token, plus, scaled
 from whichlora.symbolic.operators import OpEmitter, Rows
 from whichlora.symbolic.sparse_keys import mask_other_keys

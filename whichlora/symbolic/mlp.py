@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from whichlora.spec.layer import Mlp
-from whichlora.symbolic.autograd import Assigned, Tensor
 from whichlora.symbolic.fused_lora import feed_fused, runs_fused
+from whichlora.symbolic.graph import Assigned, Tensor
 from whichlora.symbolic.linear_form import NOTHING, per_token
 from whichlora.symbolic.operators import OpEmitter
 

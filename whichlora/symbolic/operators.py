@@ -15,7 +15,8 @@ from whichlora.spec.dtypes import (
 )
 from whichlora.spec.layer import Linear, Norm
 from whichlora.spec.run import FOUR_BIT_BNB
-from whichlora.symbolic.autograd import Assigned, Tape, Temporaries, Tensor
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.graph import Assigned, Temporaries, Tensor
 from whichlora.symbolic.linear_form import (
     NOTHING,
     LinearForm,

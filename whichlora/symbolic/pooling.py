@@ -7,7 +7,7 @@ Source: sentence-transformers 6.2 `Pooling._forward_padded`, `MultipleNegativesR
 from __future__ import annotations
 
 from whichlora.spec.architecture import Pooling
-from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.graph import Tensor
 from whichlora.symbolic.linear_form import constant, per_sequence
 from whichlora.symbolic.operators import OpEmitter
 

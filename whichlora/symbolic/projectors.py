@@ -14,7 +14,8 @@ from whichlora.methods.base import Method
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.layer import Norm, NormKind
 from whichlora.spec.tower import Tower
-from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.graph import SavedTensor, Tensor
 from whichlora.symbolic.layer import BlockEvents, LayerPoints, block_events
 from whichlora.symbolic.linear_form import (
     NOTHING,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whichlora.spec.layer import Attention, SparseKeys
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.graph import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import LinearForm, per_pair, per_token
 from whichlora.symbolic.operators import OpEmitter
 

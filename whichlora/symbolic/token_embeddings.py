@@ -8,7 +8,8 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.targets import adapts_table, token_table
-from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.graph import SavedTensor, Tensor
 from whichlora.symbolic.layer import BlockEvents, block_events
 from whichlora.symbolic.linear_form import per_token
 from whichlora.symbolic.operators import OpEmitter

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.spec.layer import Attention, Windows
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.graph import INDEX_BYTES, Tensor
 from whichlora.symbolic.linear_form import LinearForm, per_sequence, per_token, plus, scaled
 from whichlora.symbolic.operators import OpEmitter
 

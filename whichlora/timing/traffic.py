@@ -13,7 +13,7 @@ from whichlora.spec.layer import Layer
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.run import RunConfig
-from whichlora.symbolic import autograd
+from whichlora.symbolic import traffic
 from whichlora.symbolic.language_head import head_traffic
 from whichlora.symbolic.layer import forward_traffic, layer_traffic, stream_bytes
 from whichlora.symbolic.linear_form import evaluate
@@ -25,7 +25,7 @@ _FUSED = FusedKernels(norm="apart", rope="apart", gated=True)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that kernels read and write, and how many run; args as of `autograd.Traffic`."""
+    """Bytes that kernels read and write, and how many run; args as of `traffic.Traffic`."""
 
     moved: Count = 0
     kernels: Count = 0
@@ -42,7 +42,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """Args: as of `autograd.StepTraffic`."""
+    """Args: as of `traffic.StepTraffic`."""
 
     forward: Traffic = Traffic()
     repeated: Traffic = Traffic()
@@ -62,7 +62,7 @@ class StepTraffic:
 
 
 def _evaluated(
-    symbolic: autograd.Traffic, running: RunningModel, *, tokens: Count, span: Count
+    symbolic: traffic.Traffic, running: RunningModel, *, tokens: Count, span: Count
 ) -> Traffic:
     """`symbolic`, less what takes less time because the second-level cache holds it."""
     number, chip = partial(evaluate, tokens=tokens, span=span, r=running.r), running.chip
@@ -75,7 +75,7 @@ def _evaluated(
 
 
 def _step(
-    symbolic: autograd.StepTraffic, running: RunningModel, *, tokens: Count, span: Count
+    symbolic: traffic.StepTraffic, running: RunningModel, *, tokens: Count, span: Count
 ) -> StepTraffic:
     return StepTraffic(*(_evaluated(part, running, tokens=tokens, span=span) for part in symbolic))
 
