@@ -110,6 +110,7 @@ def test_a_clip_is_read_as_its_samples_whatever_holds_it(checkpoint: Path) -> No
         assert np.abs(samples - tone(seconds))[inner].max() < 0.01
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings",
     [

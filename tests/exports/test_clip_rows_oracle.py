@@ -142,6 +142,7 @@ def test_rows_that_are_too_long_are_left_out(checkpoint: Path) -> None:
     assert [row["audios"] for row in rows] == [["0.wav"]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -161,6 +161,7 @@ def test_rows_whose_images_exceed_the_length_are_left_out(checkpoint: Path) -> N
 METHODS = [(model, ("lora", "full")[i % 2]) for i, model in enumerate(sorted(MODELS))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize(("checkpoint", "method"), METHODS, indirect=["checkpoint"])
 def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str, trainer: str) -> None:
@@ -184,6 +185,7 @@ def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str, trainer: s
     assert not [name for name in changed if "vision_tower" in name or "projector" in name]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("checkpoint", sorted(MODELS)[::2], indirect=True)
 def test_two_processes_train_on_images(checkpoint: Path, trainer: str) -> None:

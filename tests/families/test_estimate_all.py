@@ -78,6 +78,7 @@ def runs_of(model: ModelRecord, methods: Sequence[str]) -> list[RunConfig]:
     return [*combinations.grid(settings | training), *combinations.grid(settings | generation)]
 
 
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.hub_id)
 def test_a_model_is_estimated_in_both_phases(model: ModelRecord) -> None:
     predictions = estimates.estimate(runs_of(model, methods_of(model)), ["cpu"])
