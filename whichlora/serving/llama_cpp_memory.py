@@ -197,29 +197,47 @@ class _Weights:
 
 
 @lru_cache(maxsize=4096)
+def places_of(model: ModelSpec, stored: str, placed: Placement) -> tuple[int | None, ...]:
+    """The GPU of each tensor of a layer, in the order of the file; None is the host.
+
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-model.cpp load_tensors.
+    """
+    num_layers = len(layers_in_order(model))
+    by_layer = [layer_place(placed, layer, num_layers) for layer in range(num_layers)]
+    moved = {each.layer: each for each in placed.moved}
+    places = []
+    for tensor in file_of(model, stored):
+        if tensor.layer is not None:
+            elsewhere = moved.get(tensor.layer)
+            is_moved = elsewhere is not None and elsewhere.has(tensor.name)
+            places.append(elsewhere.device if elsewhere and is_moved else by_layer[tensor.layer])
+    return tuple(places)
+
+
+def layer_place(placed: Placement, layer: int, num_layers: int) -> int | None:
+    """The GPU that has a layer, but for what is moved out of it; None is the host."""
+    on_gpus = placed.layers_on_gpus(num_layers)
+    return bisect(placed.ends(num_layers), layer) if layer in on_gpus else None
+
+
+@lru_cache(maxsize=4096)
 def _weights(
     model: ModelSpec, stored: str, placed: Placement, device: int, on_cpu: bool
 ) -> _Weights:
     """Kind: exact. Source: llama.cpp 0c1e570 src/llama-model.cpp load_tensors."""
     table, *others = file_of(model, stored)
-    own = placed.range_of(device, len(layers_in_order(model)))
-    on_gpus = placed.layers_on_gpus(len(layers_in_order(model)))
+    places = iter(places_of(model, stored, placed))
     has_output = on_cpu or placed.output_device == device
-    moved = {each.layer: each for each in placed.moved}
     layers, host = 0, table.num_bytes
     output = table.num_bytes if on_cpu or (model.head_tied and has_output) else 0
     for tensor in others:
         if tensor.layer is None:
             output += tensor.num_bytes if has_output else 0
             continue
-        elsewhere = moved.get(tensor.layer)
-        if elsewhere is not None and not elsewhere.has(tensor.name):
-            elsewhere = None
-        on_host = tensor.layer not in on_gpus if elsewhere is None else elsewhere.device is None
-        is_own = tensor.layer in own if elsewhere is None else elsewhere.device == device
-        if on_cpu or is_own:
+        place = next(places)
+        if on_cpu or place == device:
             layers += tensor.num_bytes
-        elif on_host:
+        elif place is None:
             host += tensor.num_bytes
     return _Weights(layers=layers, output=output, host=host)
 
@@ -349,14 +367,14 @@ def _part(
 def _places(served: Served, placed: Placement, kept: Cache) -> tuple[LayerPlace, ...]:
     """Where each layer lies, with the tensors that lie elsewhere."""
     num_layers = len(layers_in_order(served.model))
-    on_gpus, ends = placed.layers_on_gpus(num_layers), placed.ends(num_layers)
     moved = {each.layer: each for each in placed.moved}
     cells, sizes = dict(kept.cells), token_bytes(served)
     by_layer = _cell_bytes(served.model, *cache_types(served))
     places = []
     for layer, stored in enumerate(_stored(served.model, file_type(served))):
         elsewhere: list[tuple[str, int, int]] = []
-        if layer not in on_gpus:
+        own = layer_place(placed, layer, num_layers)
+        if own is None:
             elsewhere = [(name, HOST, size) for name, size in stored]
         elif layer in moved:
             to = moved[layer].device
@@ -364,11 +382,11 @@ def _places(served: Served, placed: Placement, kept: Cache) -> tuple[LayerPlace,
             elsewhere = [(name, place, size) for name, size in stored if moved[layer].has(name)]
         cached: tuple[int, ...] = ()
         window, of_token, _ = by_layer[layer]
-        if layer not in on_gpus and of_token:
+        if own is None and of_token:
             cached = tuple(kept.streams * cells[window] * size for size in sizes)
         places.append(
             LayerPlace(
-                place=bisect(ends, layer) if layer in on_gpus else HOST,
+                place=HOST if own is None else own,
                 elsewhere=tuple(elsewhere),
                 cached=cached,
             )
