@@ -98,7 +98,17 @@ def test_seconds_are_shown_in_the_unit_people_think_in(seconds: float, text: str
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(12, "12"), (12_500, "12.5k"), (134_515_008, "135M"), (8_030_261_248, "8.03B"), (1e12, "1T")],
+    [
+        (2.17, "2.2"),
+        (9.99, "10"),
+        (12.3, "12"),
+        (12, "12"),
+        (3, "3"),
+        (12_500, "12.5k"),
+        (134_515_008, "135M"),
+        (8_030_261_248, "8.03B"),
+        (1e12, "1T"),
+    ],
 )
 def test_counts_are_shown_with_the_suffixes_of_the_field(count: float, text: str) -> None:
     assert format_count(count) == text

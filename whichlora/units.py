@@ -102,10 +102,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`count` with the field's suffixes: 8.03B, 135M, 12.5k; - for NaN."""
+    """`count` with the field's suffixes: 8.03B, 135M, 12.5k, 2.2; - for NaN."""
     if math.isnan(count):
         return "-"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= _ROUNDS_UP * scale:
             return f"{count / scale:.3g}{suffix}"
-    return f"{count:.0f}"
+    return f"{count:.2g}" if abs(count) < 10 else f"{count:.0f}"
