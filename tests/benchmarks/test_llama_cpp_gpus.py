@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import llama_cpp_gpus
 import pytest
 
+from whichlora.predict.judgement import TIME_CONFIDENCE
+from whichlora.serving.llama_cpp_host import CROSSING_S, HOST_KERNEL_S, HOST_READS
 from whichlora.serving.llama_cpp_rates import BLOCK_RATES, BLOCK_READS
+from whichlora.spec.numeric import TWO_SIDED_Z
 
 
 @pytest.mark.slow
@@ -26,3 +31,24 @@ def test_constants_are_what_the_scoreboard_gives() -> None:
     for capability, (kernel_s, products) in constants.items():
         assert BLOCK_RATES[capability].kernel_s == pytest.approx(kernel_s, rel=0.03)
         assert BLOCK_RATES[capability].products == pytest.approx(products, rel=0.01)
+
+
+@pytest.mark.slow
+def test_hosts_give_the_constants_of_what_they_compute() -> None:
+    constants = llama_cpp_gpus.fitted_hosts(llama_cpp_gpus.speeds(llama_cpp_gpus.HOSTS))
+    assert constants.reads == pytest.approx(HOST_READS)
+    assert constants.kernel_s == pytest.approx(HOST_KERNEL_S)
+    assert constants.crossing_s == pytest.approx(CROSSING_S, rel=0.05)
+
+
+def test_most_published_speeds_with_a_host_lie_inside_the_interval() -> None:
+    cases = llama_cpp_gpus.speeds(llama_cpp_gpus.HOSTS)
+    assert len(cases) >= 40
+    sizes, inside = [], 0
+    for case in cases:
+        timer = llama_cpp_gpus.hosted_of(case)
+        error = abs(math.log(case.seconds / case.predicted_s(timer)))
+        sizes.append(error)
+        inside += error <= TWO_SIDED_Z[TIME_CONFIDENCE] * timer.deviation
+    assert sorted(sizes)[len(sizes) // 2] < 0.15
+    assert inside >= 0.85 * len(cases)

@@ -7,7 +7,14 @@ import pytest
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.predict.predict import predict
-from whichlora.predict.serving_links import nodes_note, reduction_s, sends_s, unlinked
+from whichlora.predict.serving_links import (
+    host_bytes_per_s,
+    nodes_note,
+    reduction_s,
+    sends_s,
+    unlinked,
+)
+from whichlora.spec.links import LEAST_HOST_BYTES_PER_S
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -132,3 +139,9 @@ def test_a_gpu_whose_memory_is_its_machines_is_alone_there(engine: str, option: 
     assert two is not None
     assert "--nnodes" not in one.command
     assert "--nnodes 2 --node-rank 0" in two.command
+
+
+def test_copies_from_a_host_are_those_of_machines_with_the_card() -> None:
+    usual = {bytes_per_s for each in MACHINES.values() if (bytes_per_s := each.host_bytes_per_s)}
+    assert LEAST_HOST_BYTES_PER_S < host_bytes_per_s(RTX_4090, MACHINES) <= max(usual)
+    assert host_bytes_per_s(RTX_4090, {}) == LEAST_HOST_BYTES_PER_S

@@ -13,7 +13,7 @@ from whichlora.predict.words import gpus_in_words
 from whichlora.serving.step_time import own_all_reduce
 from whichlora.serving.vllm_settings import UNIFIED
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.links import LinkSpec
+from whichlora.spec.links import LEAST_HOST_BYTES_PER_S, LinkSpec
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.timing.links import Group, collective_s, group_of, on_node_s
 from whichlora.units import MiB
@@ -127,6 +127,15 @@ def sends_s(
         return float(sent)
 
     return None if math.isnan(seconds(1.0)) else seconds
+
+
+def host_bytes_per_s(gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> float:
+    """Bytes a second that `gpu` copies from pinned memory of its host.
+
+    Kind: estimate. Source: `LinkSpec.host_bytes_per_s`; of PCIe 3.0 x16 where no machine is known.
+    """
+    usual = usual_links(gpu, machines)
+    return usual[0].host_bytes_per_s if usual else LEAST_HOST_BYTES_PER_S
 
 
 def nodes_note(

@@ -9,10 +9,17 @@ from dataclasses import dataclass, replace
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.predict.serving_links import exchange_s, machines_of, reduction_s, sends_s
+from whichlora.predict.serving_links import (
+    exchange_s,
+    host_bytes_per_s,
+    machines_of,
+    reduction_s,
+    sends_s,
+)
 from whichlora.serving import get_engine
 from whichlora.serving.base import Served
 from whichlora.serving.cpu_timer import CpuTimer
+from whichlora.serving.hosted_time import HostedTimer, hosted_timer
 from whichlora.serving.pipeline_time import PipelineTimer, pipeline_timer
 from whichlora.serving.scheduler import (
     PERCENTILES,
@@ -27,7 +34,7 @@ from whichlora.serving.step_time import Service, Step, StepTimer, step_timer
 from whichlora.spec.results import ServingTime
 from whichlora.spec.run import MOST_COUNT, RunConfig
 
-Timer = StepTimer | PipelineTimer | CpuTimer
+Timer = StepTimer | PipelineTimer | HostedTimer | CpuTimer
 
 
 def serving_time(
@@ -84,11 +91,21 @@ def _timer(
         )
         if reducing is None or sending is None or exchanging is None:
             return None
-        service.timers[stepping] = (
-            step_timer(served, stepping=stepping, reduction_s=reducing, exchange_s=exchanging)
-            if stages == 1
-            else pipeline_timer(served, stepping=stepping, reduction_s=reducing, sends_s=sending)
-        )
+        if stepping.hosted is not None:
+            service.timers[stepping] = hosted_timer(
+                served,
+                stepping.hosted,
+                stepping=stepping,
+                link_bytes_per_s=host_bytes_per_s(job.gpu, machines),
+            )
+        elif stages == 1:
+            service.timers[stepping] = step_timer(
+                served, stepping=stepping, reduction_s=reducing, exchange_s=exchanging
+            )
+        else:
+            service.timers[stepping] = pipeline_timer(
+                served, stepping=stepping, reduction_s=reducing, sends_s=sending
+            )
     return service.timers[stepping]
 
 

@@ -29,6 +29,7 @@ from whichlora.units import format_bytes
 
 if TYPE_CHECKING:
     from whichlora.serving.cpu_timer import CpuTimer
+    from whichlora.serving.hosted_time import Hosted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +352,7 @@ class Stepping:
         state_bytes: of a recurrent layer's state; None where the model's dtypes say it.
         passes_at_once: of one step that are at different stages of a pipeline; None where whole
             steps of several batches are.
+        hosted: which part of the model the host has; None where GPUs have all.
         reserved_tokens, keeps_blocks, front_s, plans_ahead: as `scheduler.Rules`.
         caches_prompts: what all sequences begin with is read once.
         indexer_kernels: of one indexer, beside its products.
@@ -394,6 +396,7 @@ class Stepping:
     experts: ExpertRanks | None = None
     gathered_share: float = 1.0
     passes_at_once: int | None = None
+    hosted: Hosted | None = None
 
     @property
     def copies(self) -> int:

@@ -31,6 +31,14 @@ from whichlora.serving.gguf_architectures import (
     known_architecture,
 )
 from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
+from whichlora.serving.llama_cpp_host import (
+    BANDWIDTH,
+    LOAD_MODES,
+    LOADING,
+    check_bandwidth,
+    hosted,
+    time_notes,
+)
 from whichlora.serving.llama_cpp_log import LOG
 from whichlora.serving.llama_cpp_memory import (
     CELLS,
@@ -122,7 +130,7 @@ def start(served: Served) -> Start:
         max_num_seqs=lambda context: served.count("parallel") or MOST_SLOTS,
         shared_cells=padded(served.context) if shares_cache(served) else None,
         fault=fault,
-        untimed=_untimed(served, placed),
+        untimed=_untimed(served),
         stage=fullest.number + 1 if (served.count(DEVICES) or 1) > 1 else 0,
         held=_held(served, placed) if fits(served) and served.gpu.kind == "cuda" else "",
         is_whole=_is_whole(served, placed),
@@ -279,6 +287,7 @@ def stepping(served: Served) -> Stepping:
     cached = (row_bytes(in_block, keys) + row_bytes(in_block, values)) / (2 * in_block)
     batch = served.count("batch_size") or 2048
     placed, num_layers = placement(served), len(layers_in_order(served.model))
+    is_whole = served.gpu.is_cpu or _is_whole(served, placed)
     rates = plain_rates
     if in_blocks:
         rates = block_rates if len(placed.by_device) == 1 else split_block_rates
@@ -296,8 +305,9 @@ def stepping(served: Served) -> Stepping:
         joins=False,
         max_num_seqs=slots(served),
         graph_tokens=min(batch, served.count("ubatch_size") or 512),
-        stage_layers=_stage_layers(placed, num_layers),
-        stage_cards=_stage_cards(served, placed),
+        stage_layers=_stage_layers(placed, num_layers) if is_whole else (),
+        stage_cards=_stage_cards(served, placed) if is_whole else (),
+        hosted=None if is_whole else hosted(served, placed),
         passes_at_once=COPIES if placed.is_pipelined(num_layers) else 1,
     )
 
@@ -319,13 +329,13 @@ def _stage_cards(served: Served, placed: Placement) -> tuple[int, ...]:
     return tuple(number for number, count in enumerate(placed.by_device) if count)
 
 
-def _untimed(served: Served, placed: Placement) -> str:
-    """Why steps on a CPU, or with a part of the model on the host, have no times."""
-    rates = "each type of weights has a rate of its own there, which a datasheet does not state"
+def _untimed(served: Served) -> str:
+    """Why steps on a CPU, or of such a file, have no times."""
     if served.gpu.is_cpu:
         return (
-            f"a step of llama.cpp on a CPU is predicted from its log of this file alone: {rates}; "
-            "let llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
+            "a step of llama.cpp on a CPU is predicted from its log of this file alone: each type "
+            "of weights has a rate of its own there, which a datasheet does not state; let "
+            "llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
         )
     if reason := architecture_of(served.model).untimed:
         return reason
@@ -336,8 +346,6 @@ def _untimed(served: Served, placed: Placement) -> str:
             f"multiplied from compute capability {LEAST_INTEGER_PRODUCTS} on, and rates without "
             "them are not known; use file_type F16"
         )
-    if not _is_whole(served, placed):
-        return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
     return ""
 
 
@@ -402,6 +410,7 @@ def check(served: Served) -> None:
         )
     _check_devices(served)
     _check_rows(served)
+    check_bandwidth(served)
 
 
 def _check_devices(served: Served) -> None:
@@ -510,7 +519,7 @@ def command(served: Served) -> str:
     caches = 1 if shares_cache(served) else num_slots
     words += ["-c", str(served.context * caches), "-np", str(num_slots)]
     for option, value in served.run.serving_options:
-        if option in ("file_type", "parallel"):
+        if option in ("file_type", "parallel", BANDWIDTH):
             continue
         if option == DEVICES:
             names = ",".join(f"CUDA{number}" for number in range(served.count(DEVICES) or 1))
@@ -563,6 +572,8 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
         f"the host holds {format_bytes(needed.host)}: token embeddings, buffers and what the GPU "
         "does not hold"
     )
+    if not start.untimed and not _is_whole(served, placed):
+        lines += time_notes(served)
     return tuple(lines)
 
 
@@ -714,6 +725,20 @@ ENGINE = Engine(
             other_names=("kvu",),
         ),
         Option(name="swa_full", summary="sliding layers keep everything", default=False),
+        Option(
+            name=BANDWIDTH,
+            summary="of the host's memory: GB/s, or ddr5-5600 (two channels), 8xddr4-3200",
+            default=None,
+            kind=str,
+        ),
+        Option(
+            name=LOADING,
+            summary="none: weights on the host lie where GPUs copy from faster (-lm)",
+            default="auto",
+            choices=LOAD_MODES,
+            other_names=("lm", "no_mmap"),
+            stands_for={True: "none", False: None},  # of --no-mmap, which older releases have
+        ),
     ),
     least_capability=5.0,  # docs/build.md
     runs_torch=False,
@@ -732,7 +757,7 @@ ENGINE = Engine(
     elsewhere=dict.fromkeys(("c", "ctx_size", "num_ctx", "OLLAMA_CONTEXT_LENGTH"), "context"),
     refused=OF_A_SERVER
     | dict.fromkeys(("m", "model", "hf", "hf_repo", "alias", "jinja", "temp"), NO_NUMBER)
-    | dict.fromkeys(("t", "threads", "mlock", "no_mmap"), NO_NUMBER)
+    | dict.fromkeys(("t", "threads", "mlock"), NO_NUMBER)
     | dict.fromkeys(("md", "model_draft"), DRAFT)
     | dict.fromkeys(("mmproj", "mm"), IMAGES)
     | dict.fromkeys(("ot", "override_tensor"), _OVERRIDES),

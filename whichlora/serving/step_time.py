@@ -8,7 +8,7 @@ slower of its arithmetic and its memory, plus what the host does between two ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,6 +43,7 @@ from whichlora.timing.model import product_rate, tiled_multiprocessors
 from whichlora.timing.products import idle_flops
 
 if TYPE_CHECKING:
+    from whichlora.serving.hosted_time import HostedTimer
     from whichlora.serving.pipeline_time import PipelineTimer
 
 # Compute capability of the first units that multiply what is stored so.
@@ -80,9 +81,24 @@ class Step(NamedTuple):
         return self.decoding + self.prompt_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelPart:
+    """What of a model one device computes.
+
+    Args:
+        layers: of each group of equal ones, how many have attention and small operators there.
+        linears: of each group, of how many layers it has a matrix; a share where one is divided.
+        scores: whether it has the head.
+    """
+
+    layers: tuple[int, ...]
+    linears: tuple[Mapping[Linear, float], ...]
+    scores: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """Matrices that read one input, in `count` layers, as one kernel.
+    """Matrices that read one input, in `count` layers, as one kernel; of a file some have a part.
 
     Args:
         num_bytes: of one of them that is stored, all experts included.
@@ -97,7 +113,7 @@ class _Product:
         expert_rows: as of `Stepping`, and `code_blocks`.
     """
 
-    count: int
+    count: float
     num_bytes: float
     shapes: tuple[tuple[int, int], ...]
     experts: int
@@ -111,6 +127,13 @@ class _Product:
     code_blocks: CodeBlocks | None = None
     tokens: int = 1
     spread: float = 0.0
+
+    def visited(self, tokens: float) -> float:
+        """Experts that at least one of `tokens` chose, each by chance; 1 of other matrices."""
+        if self.experts == 1:
+            return 1.0
+        missed: float = (1 - self.active / self.experts) ** tokens
+        return self.experts * (1 - missed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +247,21 @@ class StepTimer:
         engine = planning + max(0.0, beside - busy)
         return products, attention, elementwise, kernels, communication, engine
 
+    def weight_bytes(self, tokens: float) -> float:
+        """Bytes of matrices that a pass of `tokens` reads, the head left out. Kind: estimate."""
+        return sum(
+            each.count * each.visited(tokens) / each.experts * each.num_bytes
+            for each in self.products
+        )
+
+    def cached_bytes(self, tokens: float) -> float:
+        """Bytes of keys and values, and of states, that `tokens` attend to. Kind: estimate."""
+        bytes_per_s = self.rates.cache * self.bandwidth
+        return bytes_per_s * sum(
+            each.cached_s * (tokens if each.window is None else min(tokens, each.window))
+            for each in self.attentions
+        )
+
     def _filled(self, num_heads: int, prompt_tokens: int) -> float:
         """Share of the multiprocessors that a prompt's attention keeps busy to its end.
 
@@ -270,11 +308,8 @@ class StepTimer:
         tokens *= product.tokens
         if tokens and product.spread:
             tokens += product.spread * math.sqrt(tokens)
-        rows, visited = tokens, 1.0
+        rows, visited = tokens, product.visited(tokens)
         if product.experts > 1:
-            # experts that at least one token chose, each by chance
-            missed = (1 - product.active / product.experts) ** tokens
-            visited = product.experts * (1 - missed)
             rows = tokens * product.active / visited
         rate = product.rate
         if rows <= self.rates.few_rows:
@@ -312,7 +347,7 @@ class Service:
 
     start: Start
     starts: dict[Hashable, Start] = field(default_factory=dict)
-    timers: dict[Stepping, StepTimer | PipelineTimer] = field(default_factory=dict)
+    timers: dict[Stepping, StepTimer | PipelineTimer | HostedTimer] = field(default_factory=dict)
 
 
 def _joined(linears: Sequence[Linear], joins: bool = True) -> Iterator[tuple[Linear, ...]]:
@@ -337,21 +372,25 @@ def step_timer(
     stepping: Stepping,
     reduction_s: Callable[[float], float],
     exchange_s: Callable[[float], float] = float,
+    part: ModelPart | None = None,
 ) -> StepTimer:
     """The timer of `served` on one of the engine's equal GPUs.
 
     Args:
         reduction_s: seconds of an all-reduce among them, by bytes.
         exchange_s: as of `StepTimer`; not called where all have the same sequences.
+        part: what of the model it has; None for all.
     """
     model, gpu = rank_model(served.model, stepping.ranks, stepping.experts), served.gpu
     rates = stepping.rates(gpu, compute_dtype(served)) if stepping.rates else kernel_rates(gpu)
     products = []
     moved, pointwise, reductions, exchanges = 0.0, 0, 0, 0
     gathered = stepping.experts.gathered if stepping.experts else 1
-    for layer, count in model.layers():
+    for place, (layer, all_layers) in enumerate(model.layers()):
+        count = part.layers[place] if part else all_layers
         for group in _joined(layer.linears, stepping.joins):
-            product = _product_of(group, count, served, rates, stepping)
+            held = part.linears[place].get(group[0], 0.0) if part else count
+            product = _product_of(group, held, served, rates, stepping)
             if layer.moe is not None and product.experts > 1:
                 product = _of_experts(product, group[0], layer.moe, served, rates, stepping)
             elif group[0] in _gathering(layer):
@@ -366,13 +405,15 @@ def step_timer(
         reductions += count * blocks * (stepping.ranks > 1)
         around = layer.moe is not None or (gathered > 1 and layer.mlp is not None)
         exchanges += count * around * (stepping.copies > 1)
-    head = _head(model, served, rates, stepping)
+    head = _head(model, served, rates, stepping) if part is None or part.scores else None
     kernels = sum(product.count for product in products) + pointwise
     codes = sum(product.count for product in products if product.is_unpacked)
-    num_attentions = sum(count * len(layer.attentions) for layer, count in model.layers())
+    counts = part.layers if part else tuple(count for _, count in model.layers())
+    attending = [(layer, count) for (layer, _), count in zip(model.layers(), counts, strict=True)]
+    num_attentions = sum(count * len(layer.attentions) for layer, count in attending)
     return StepTimer(
         products=tuple(products),
-        attentions=_attentions(model, served, rates, stepping),
+        attentions=_attentions(attending, served, rates, stepping),
         num_attentions=num_attentions,
         head=head,
         vocab_size=model.vocab_size,
@@ -396,9 +437,12 @@ def step_timer(
 
 
 def _attentions(
-    model: ModelSpec, served: Served, rates: KernelRates, stepping: Stepping
+    layers: Sequence[tuple[Layer, int]], served: Served, rates: KernelRates, stepping: Stepping
 ) -> tuple[_Attention, ...]:
     """Those of one window together: a decoding step reads keys, a prompt is arithmetic.
+
+    Args:
+        layers: with the number of times that there are such.
 
     Kind: estimate. Source: `kernel_rates`.
     """
@@ -410,8 +454,8 @@ def _attentions(
     sums: dict[int | None, tuple[float, int]] = {}
     heads: dict[int | None, int] = {}
     others = []
-    for layer, count in model.layers():
-        for attention in layer.attentions:
+    for layer, count in layers:
+        for attention in layer.attentions if count else ():
             if attention.kind != "softmax":
                 others.append(_state(attention, count, served, rates, stepping))
                 continue
@@ -510,7 +554,7 @@ def compute_dtype(served: Served) -> str:
 
 
 def _product_of(
-    group: Sequence[Linear], count: int, served: Served, rates: KernelRates, stepping: Stepping
+    group: Sequence[Linear], count: float, served: Served, rates: KernelRates, stepping: Stepping
 ) -> _Product:
     """`group` as one kernel, in the storage of its weights."""
     first = group[0]

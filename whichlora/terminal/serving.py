@@ -27,6 +27,9 @@ _PARTS = {
     "sends": "sending states to the next stage",
     "pipeline_idle": "waiting for the slowest stage",
     "engine": "the engine's host",
+    "host": "layers and experts on the host",
+    "weight_copies": "copying weights from the host to the GPU",
+    "crossings": "waits of GPU and host for each other",
 }
 _WAITS = ("first token", "per token", "tokens/s")
 
