@@ -232,3 +232,13 @@ def test_each_engine_declares_what_of_its_refusals_is_set_aside() -> None:
     for engine in list_engines().values():
         assert engine.set_aside <= engine.refused.keys()
     assert any(engine.programs for engine in BUILT_IN.values())
+
+
+def test_a_flag_that_adds_to_itself_counts_each_time(tmp_path: Path) -> None:
+    text = (
+        "llama-server -hf unsloth/Qwen3-30B-A3B-GGUF:Q8_0 -c 4096 -ot 'blk.1.*_exps=CPU' -ngl 9 "
+        "-ngl 99 --override-tensor 'blk.2.*_exps=CPU' -ot 'blk.3.*_exps=CPU'"
+    )
+    overrides = "blk.2.*_exps=CPU,blk.1.*_exps=CPU,blk.3.*_exps=CPU"
+    options = read(tmp_path, text).settings["serving_options"]
+    assert options == (("ngl", 99), ("override_tensor", overrides))

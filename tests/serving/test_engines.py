@@ -110,7 +110,6 @@ def test_a_flag_that_is_a_setting_of_the_run_names_it(
         ("vllm", "cpu_offload_gb", "keeps weights on the host"),
         ("vllm", "enable_chunked_prefill", "give their max_num_batched_tokens"),
         ("sglang", "moe_a2a_backend", "sets how states are exchanged"),
-        ("llama-cpp", "override_tensor", "give n_cpu_moe or n_gpu_layers"),
         ("llama-cpp", "threads", "changes nothing"),
     ],
 )

@@ -246,6 +246,7 @@ class _Files:
             libraries=self.libraries or Libraries(),
             states_libraries=self.libraries is not None,
             tag=command.tag,
+            repeated=command.repeated,
             read_file=read_file,
         )
 

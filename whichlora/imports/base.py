@@ -97,6 +97,7 @@ class Launch:
         libraries: versions that it runs with, which decide defaults.
         states_libraries: the user gives them.
         tag: of the container's image that it runs in; empty where there is none.
+        repeated: as of the command.
         deepspeed_configs, fsdp_configs: those of the tool.
         read_file: JSON file that another file names → its content.
     """
@@ -111,6 +112,7 @@ class Launch:
     libraries: Libraries = Libraries()  # noqa: RUF009
     states_libraries: bool = False
     tag: str = ""
+    repeated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fsdp_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}

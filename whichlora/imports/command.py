@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -72,6 +73,7 @@ class Command:
         lost: options behind a comment that ends it, which do not reach it.
         cut_at: line of the comment that ends it, or the variables before it; 0: there is none.
         tag: of the container's image that it runs in; empty where there is none.
+        repeated: values of each option that has one more than once.
     """
 
     program: str
@@ -85,6 +87,7 @@ class Command:
     lost: tuple[str, ...] = ()
     cut_at: int = 0
     tag: str = ""
+    repeated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def is_script(text: str, tools: Subcommands) -> bool:
@@ -304,6 +307,7 @@ def _command(
         options=flags,
         files=tuple(files),
         environment=environment,
+        repeated=_repeated(arguments_here),
     )
 
 
@@ -380,3 +384,14 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         else:
             files.append(word)
     return options, files
+
+
+def _repeated(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The values of options that stand there more than once with one, in order."""
+    starts = [place for place, word in enumerate(words) if _FLAG.match(word)]
+    values: dict[str, tuple[str, ...]] = {}
+    for start, end in pairwise([*starts, len(words)]):
+        for name, value in _options(words[start:end])[0].items():
+            if isinstance(value, str):
+                values[name] = (*values.get(name, ()), value)
+    return {name: each for name, each in values.items() if len(each) > 1}

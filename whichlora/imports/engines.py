@@ -105,6 +105,10 @@ def _options(engine: Engine, keys: Keys, launch: Launch) -> dict[str, OptionValu
             elif (denied := f"no_{name}") in keys:
                 keys.read_elsewhere(denied)
                 options[name] = False
+        stated = [name for name in (option.name, *option.other_names) if name in options]
+        if option.joiner and stated:
+            values = [launch.repeated.get(name, (str(options.pop(name)),)) for name in stated]
+            options[option.name] = option.joiner.join(value for each in values for value in each)
     for name, fault in engine.refused.items():
         if name in keys and name not in engine.ignored and _matters(engine, keys, name):
             if name not in engine.set_aside:

@@ -64,6 +64,7 @@ from whichlora.serving.llama_cpp_memory import (
     token_widths,
     uses_flash,
 )
+from whichlora.serving.llama_cpp_overrides import OVERRIDES
 from whichlora.serving.llama_cpp_rates import (
     LEAST_INTEGER_PRODUCTS,
     block_rates,
@@ -93,7 +94,6 @@ _OF_OLLAMA = (
     "OLLAMA_NUM_PARALLEL for parallel, OLLAMA_KV_CACHE_TYPE for cache_type_k and cache_type_v and "
     "OLLAMA_FLASH_ATTENTION for flash_attn in its environment"
 )
-_OVERRIDES = "places tensors by their names, which is not predicted; give n_cpu_moe or n_gpu_layers"
 
 
 # --- what it takes ----------------------------------------------------------------------------
@@ -411,6 +411,11 @@ def check(served: Served) -> None:
     _check_devices(served)
     _check_rows(served)
     check_bandwidth(served)
+    if served.options[OVERRIDES] is not None:
+        for option in ("n_cpu_moe", "cpu_moe"):
+            if served.options[option]:
+                raise ConfigError(f"{OVERRIDES}: {option} places experts, too; give one of both")
+        placement(served)
 
 
 def _check_devices(served: Served) -> None:
@@ -531,7 +536,7 @@ def command(served: Served) -> str:
         elif value is True:
             words.append(flag)
         elif value is not False:
-            words += [flag, str(value)]
+            words += [flag, shlex.quote(str(value))]
     return " ".join(words)
 
 
@@ -566,8 +571,9 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     on_gpus = placed.layers_on_gpus(num_layers)
     of_host = {each.layer for each in placed.moved if each.device is None}
     on_host = len(of_host.union(range(on_gpus.start)))
-    if served.model.has_experts and of_host.intersection(on_gpus):
-        lines.append(f"the experts of {on_host} of {num_layers} layers lie on the host, far slower")
+    if of_host.intersection(on_gpus):
+        what = "experts" if served.model.has_experts else "MLPs"
+        lines.append(f"the {what} of {on_host} of {num_layers} layers lie on the host, far slower")
     lines.append(
         f"the host holds {format_bytes(needed.host)}: token embeddings, buffers and what the GPU "
         "does not hold"
@@ -655,6 +661,14 @@ ENGINE = Engine(
             summary="all experts lie on the host (-cmoe)",
             default=False,
             other_names=("cmoe",),
+        ),
+        Option(
+            name=OVERRIDES,
+            summary="what lies on the host by its name, such as exps=CPU (-ot)",
+            default=None,
+            kind=str,
+            other_names=("ot",),
+            joiner=",",
         ),
         Option(
             name="fit",
@@ -759,7 +773,6 @@ ENGINE = Engine(
     | dict.fromkeys(("m", "model", "hf", "hf_repo", "alias", "jinja", "temp"), NO_NUMBER)
     | dict.fromkeys(("t", "threads", "mlock"), NO_NUMBER)
     | dict.fromkeys(("md", "model_draft"), DRAFT)
-    | dict.fromkeys(("mmproj", "mm"), IMAGES)
-    | dict.fromkeys(("ot", "override_tensor"), _OVERRIDES),
+    | dict.fromkeys(("mmproj", "mm"), IMAGES),
     set_aside=frozenset(("mmproj", "mm")),
 )

@@ -17,6 +17,7 @@ from whichlora.serving.ggml_buffer import HOST
 from whichlora.serving.ggml_graph import FP32, Batch, LayerPlace, compute_bytes
 from whichlora.serving.gguf import Tensor, row_bytes, tensors
 from whichlora.serving.gguf_architectures import architecture_of
+from whichlora.serving.llama_cpp_overrides import OVERRIDES, overridden
 from whichlora.serving.llama_cpp_split import Moved, Placement, divided, fitted
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.gpu import GpuSpec
@@ -459,23 +460,32 @@ def needs_of(served: Served, placed: Placement, kept: Cache, *, is_plan: bool) -
 def asked_placement(served: Served, free: Sequence[int]) -> Placement:
     """What is asked of GPUs with `free` bytes: everything where nothing is stated.
 
-    Kind: exact. Source: llama.cpp 0c1e570 common/arg.cpp `--n-cpu-moe`, `--cpu-moe`;
-    src/llama-model.cpp:1557.
+    Kind: exact. Source: llama.cpp 0c1e570 common/arg.cpp `--n-cpu-moe`, `--cpu-moe`,
+    `--override-tensor`; src/llama-model.cpp:1557.
     """
     num_layers, stated = len(layers_in_order(served.model)), proportions(served)
     on_gpus, experts = served.count("n_gpu_layers"), served.count("n_cpu_moe") or 0
     if served.options["cpu_moe"]:
         experts = num_layers
+    moved = tuple(Moved(layer=layer, kind="experts") for layer in range(min(experts, num_layers)))
+    if (patterns := served.options[OVERRIDES]) is not None:
+        moved = _overridden(served.model, file_type(served), str(patterns))
     return Placement(
         by_device=divided(
             num_layers,
             num_layers + 1 if on_gpus is None else on_gpus,
             stated if any(stated) else free,
         ),
-        moved=tuple(
-            Moved(layer=layer, kind="experts") for layer in range(min(experts, num_layers))
-        ),
+        moved=moved,
     )
+
+
+@lru_cache(maxsize=256)
+def _overridden(model: ModelSpec, stored: str, patterns: str) -> tuple[Moved, ...]:
+    """Of tensors that llama.cpp looks for on devices: the table of tokens is on the host anyway."""
+    _, *others = file_of(model, stored)
+    names = [(each.layer, each.name) for each in others if each.linear or each.layer is None]
+    return overridden(model, names, patterns)
 
 
 def fitted_placement(served: Served, free: Sequence[int]) -> Placement:
@@ -505,6 +515,7 @@ def fits(served: Served) -> bool:
     Source: llama.cpp 0c1e570 `common_params_fit_impl`, "already set by user, abort".
     """
     placed = served.count("n_gpu_layers") is not None or served.options["cpu_moe"]
+    placed = placed or served.options[OVERRIDES] is not None
     placed = placed or (num_devices(served) > 1 and any(proportions(served)))
     return bool(served.options["fit"]) and not (placed or served.count("n_cpu_moe"))
 

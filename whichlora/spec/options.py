@@ -33,6 +33,7 @@ class Option:
             to say.
         stands_for: by a value that is none of its type, in lower case, what the library means by
             it; None: what it decides itself.
+        joiner: between the values of a flag that stands there again; empty: the last one counts.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Option:
     other_names: tuple[str, ...] = ()
     explain: Callable[[str], str] | None = None
     stands_for: Mapping[OptionValue, OptionValue | None] = field(default_factory=dict, hash=False)
+    joiner: str = ""
 
     def of(self, stated: Iterable[tuple[str, OptionValue]]) -> OptionValue | None:
         """Its value among (name, value) pairs, or the default."""
