@@ -52,3 +52,16 @@ def test_most_published_speeds_with_a_host_lie_inside_the_interval() -> None:
         inside += error <= TWO_SIDED_Z[TIME_CONFIDENCE] * timer.deviation
     assert sorted(sizes)[len(sizes) // 2] < 0.15
     assert inside >= 0.85 * len(cases)
+
+
+def test_tokens_of_experts_and_recurrent_layers_are_near_published_ones() -> None:
+    """Nothing is fitted to them."""
+    for group, least, middle, most in (("experts", 15, 0.06, 0.2), ("recurrent", 8, 0.08, 0.15)):
+        errors = [
+            abs(case.seconds / case.predicted_s(case.timer()) - 1)
+            for case in llama_cpp_gpus.speeds(llama_cpp_gpus.MODELS)
+            if (case.group, case.kind) == (group, "decode")
+        ]
+        assert len(errors) >= least
+        assert sorted(errors)[len(errors) // 2] < middle
+        assert max(errors) < most

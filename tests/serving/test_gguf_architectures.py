@@ -22,7 +22,6 @@ from whichlora.serving.gguf_architectures import (
     architecture_of,
     known_architecture,
 )
-from whichlora.serving.llama_cpp import start
 from whichlora.serving.llama_cpp_memory import cache_bytes, cells_kept, placement
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.run import RunConfig
@@ -159,11 +158,6 @@ def test_only_layers_that_attend_cache_more_of_a_longer_context(name: str, atten
 def test_chunks_of_llama_4_are_kept_as_windows_are() -> None:
     asked = served("meta-llama/Llama-4-Scout-17B-16E-Instruct")
     assert dict(cells_kept(asked, 32768, 1).cells) == {None: 32768, 8192: 8704}
-
-
-def test_steps_of_recurrent_layers_have_no_times_and_say_why() -> None:
-    assert "recurrent" in start(served("LiquidAI/LFM2-1.2B")).untimed
-    assert start(served("openai/gpt-oss-20b", file_type="MXFP4_MOE")).untimed == ""
 
 
 def test_experts_of_one_layer_stay_on_a_gpu_that_cannot_hold_the_rest() -> None:

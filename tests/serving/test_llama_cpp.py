@@ -559,6 +559,50 @@ def test_a_cpu_alone_is_not_timed() -> None:
     assert not start(served()).untimed
 
 
+HYBRID = RunConfig(
+    model="Qwen/Qwen3.5-35B-A3B", phase="inference", serving="llama-cpp", context=8192
+)
+
+
+def timer_of(run: RunConfig, **options: object) -> StepTimer:
+    asked = served(run, find_target("rtx-5090-32gb"), file_type="Q4_K_M", **options)
+    assert not start(asked).untimed
+    alone = own_all_reduce(0.0, 1)
+    return step_timer(asked, stepping=stepping(asked), reduction_s=alone)
+
+
+def test_states_of_recurrent_layers_are_read_and_written_twice_in_fp32() -> None:
+    """Copied out of the cache, then by their kernel: llama.cpp's build_rs."""
+    timer = timer_of(HYBRID)
+    (layer,) = {
+        attention
+        for layer, _ in load_model(HYBRID.model).layers()
+        for attention in layer.attentions
+        if attention.kind == "linear"
+    }
+    conv = layer.conv_channels * (layer.conv_kernel - 1)
+    states = 30 * 4 * (conv + layer.num_attention_heads * layer.head_dim * layer.v_head_dim)
+    alike = [each for each in timer.attentions if each.window == 1]
+    read = sum(each.cached_s for each in alike) * timer.bandwidth * timer.rates.cache
+    assert read == pytest.approx(4 * states, rel=0.01)
+
+
+def test_a_prompt_passes_the_delta_rule_token_by_token() -> None:
+    timer = timer_of(HYBRID)
+    seconds = [
+        timer.parts(Step(0, 0, 1, tokens, tokens * tokens / 2))["attention"]
+        for tokens in (512, 1024)
+    ]
+    assert seconds[1] - seconds[0] > 30 * 512 * 0.48e-6  # of 30 layers, beside those that attend
+
+
+def test_recurrent_layers_have_wider_intervals_than_measured_ones() -> None:
+    assert timer_of(HYBRID).deviation > timer_of(replace(HYBRID, model=LLAMA)).deviation
+    hosted = served(HYBRID, find_target("rtx-3060-12gb"), file_type="Q4_K_M")
+    assert stepping(hosted).hosted is not None
+    assert not start(hosted).untimed
+
+
 def test_a_queue_waits_for_slots() -> None:
     gpu = find_target("rtx-3090-24gb")
     speeds = []

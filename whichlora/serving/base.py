@@ -350,6 +350,9 @@ class Stepping:
         max_num_seqs: that run at once, where fewer than `Start` could be had are allocated.
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
         state_bytes: of a recurrent layer's state; None where the model's dtypes say it.
+        state_passes: times that a step reads and writes that state.
+        delta_token_s: of each token of a prompt in a layer with the delta rule, whose kernel takes
+            one after the other; None where it takes chunks.
         passes_at_once: of one step that are at different stages of a pipeline; None where whole
             steps of several batches are.
         hosted: which part of the model the host has; None where GPUs have all.
@@ -384,6 +387,8 @@ class Stepping:
     stage_layers: tuple[int, ...] = ()
     stage_cards: tuple[int, ...] = ()
     state_bytes: Callable[[CachedLayers], int] | None = None
+    state_passes: int = 1
+    delta_token_s: float | None = None
     elsewhere: float = 1.0
     wide_routers: bool = False
     reserved_tokens: int = 0

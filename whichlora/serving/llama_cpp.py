@@ -14,7 +14,9 @@ from functools import cache, lru_cache
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.serving.base import Engine, LoggedTimes, Pool, Served, Start, Stepping
+from whichlora.serving.block_groups import CachedLayers
 from whichlora.serving.cpu_timer import CpuTimer, cpu_timer
+from whichlora.serving.ggml_graph import FP32
 from whichlora.serving.gguf import (
     BLOCKS,
     FILE_TYPES,
@@ -27,7 +29,6 @@ from whichlora.serving.gguf import (
 )
 from whichlora.serving.gguf_architectures import (
     MODEL_TYPES,
-    architecture_of,
     known_architecture,
 )
 from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
@@ -70,7 +71,7 @@ from whichlora.serving.llama_cpp_rates import (
     block_rates,
     has_block_rates,
     plain_rates,
-    split_block_rates,
+    wide_block_rates,
 )
 from whichlora.serving.llama_cpp_split import Placement
 from whichlora.serving.other_flags import DRAFT, IMAGES, NO_NUMBER, OF_A_SERVER
@@ -84,6 +85,13 @@ from whichlora.spec.run import MOST_COUNT
 from whichlora.units import format_bytes
 
 MOST_SLOTS = 256  # src/llama-cparams.h LLAMA_MAX_SEQ
+# A step copies a recurrent layer's state out of the cache; its kernel writes the next one there.
+# Source: llama.cpp 0c1e570 src/llama-graph.cpp build_rs, ggml/src/ggml-cuda/ggml-cuda.cu:3465.
+STATE_PASSES = 2
+# Of a prompt under the delta rule, which one warp takes token by token. Kind: measured, 512 to
+# 1,024 tokens of 32 heads on an RTX 5090 (llama.cpp's pull request 22587, "master").
+# Source: llama.cpp 0c1e570 ggml/src/ggml-cuda/gated_delta_net.cu.
+DELTA_TOKEN_S = 0.48e-6
 # More than any model has: what "all" means, also in releases that lack the word; "auto" is -1 and
 # "all" -2 in common/arg.cpp.
 ALL_LAYERS = 999
@@ -290,7 +298,8 @@ def stepping(served: Served) -> Stepping:
     is_whole = served.gpu.is_cpu or _is_whole(served, placed)
     rates = plain_rates
     if in_blocks:
-        rates = block_rates if len(placed.by_device) == 1 else split_block_rates
+        is_measured = len(placed.by_device) == 1 and not _has_states(served.model)
+        rates = block_rates if is_measured else wide_block_rates
     return Stepping(
         ranks=1,
         step_s=0.0,
@@ -309,7 +318,19 @@ def stepping(served: Served) -> Stepping:
         stage_cards=_stage_cards(served, placed) if is_whole else (),
         hosted=None if is_whole else hosted(served, placed),
         passes_at_once=COPIES if placed.is_pipelined(num_layers) else 1,
+        state_bytes=_state_bytes,
+        state_passes=STATE_PASSES,
+        delta_token_s=DELTA_TOKEN_S,
     )
+
+
+def _has_states(model: ModelSpec) -> bool:
+    return any(each.kind != "softmax" for layer, _ in model.layers() for each in layer.attentions)
+
+
+def _state_bytes(kind: CachedLayers) -> int:
+    """Of one sequence in one layer: in fp32, whatever else is cached."""
+    return kind.conv_elements * FP32 + kind.recurrent_elements * FP32
 
 
 def _stage_layers(placed: Placement, num_layers: int) -> tuple[int, ...]:
@@ -337,8 +358,6 @@ def _untimed(served: Served) -> str:
             "of weights has a rate of its own there, which a datasheet does not state; let "
             "llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
         )
-    if reason := architecture_of(served.model).untimed:
-        return reason
     cards = cards_of(served).values()
     if file_type(served) not in UNQUANTISED and not all(map(has_block_rates, cards)):
         return (

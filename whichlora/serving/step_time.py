@@ -534,16 +534,19 @@ def _state(
         (3 * keys + 2 * values, 3) if attention.kind == "linear" else (keys + values, 2)
     )
     flops = 2 * heads * (attention.chunk_size * within + between * keys * values)
+    token_s = 0.0
+    if attention.kind == "linear" and stepping.delta_token_s is not None:
+        flops, token_s = 0, stepping.delta_token_s
+    kind = cached_of(attention)
+    state_bytes = stepping.state_bytes(kind) if stepping.state_bytes else 0
+    state_bytes = state_bytes or kind.state_bytes(element_bytes)
+    turns = 2 * stepping.state_passes
     return _Attention(
         window=1,
         num_heads=heads,
-        cached_s=2
-        * count
-        * cached_of(attention).state_bytes(element_bytes)
-        / rates.cache
-        / bandwidth,
+        cached_s=turns * count * state_bytes / rates.cache / bandwidth,
         decoding_s=moved * rates.query_passes / bandwidth,
-        prompt_s=moved / bandwidth,
+        prompt_s=moved / bandwidth + count * token_s,
         pair_s=count * flops * (attention.kind != "conv") / flops_per_s,
     )
 

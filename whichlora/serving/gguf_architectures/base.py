@@ -12,11 +12,6 @@ from whichlora.serving.gguf import Tensor
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.layer import Attention, Layer
 
-UNMEASURED = (
-    "no rates of llama.cpp's kernels of recurrent layers are measured; time this file with "
-    "llama-bench"
-)
-
 
 def text_config(model: ModelSpec) -> Mapping[str, Any]:
     """The Hugging Face config of the text, which a model of images has inside its own."""
@@ -90,7 +85,6 @@ class Architecture:
         scales_queries: whether they are multiplied by a number for each position.
         heads_by_layer: its file says how many heads of keys each layer has; not all have any.
         keeps_rows: all tokens pass the last layer, not only those whose logits are asked for.
-        untimed: why its steps have no times; empty where they have.
     """
 
     name: str
@@ -114,7 +108,6 @@ class Architecture:
     scales_queries: Callable[[ModelSpec, Attention], bool] = _never
     heads_by_layer: bool = False
     keeps_rows: bool = False
-    untimed: str = ""
 
     def matrix(self, name: str) -> str:
         """Under which name a file has a matrix."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.serving.ggml_graph import FP32, Builder, fed, mixed, softmax_attention
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, convolved
+from whichlora.serving.gguf_architectures.base import Architecture, convolved
 from whichlora.spec.layer import Attention, Layer
 
 
@@ -67,7 +67,6 @@ ARCHITECTURES = (
         tensors=_tensors,
         read_ahead=convolved,
         heads_by_layer=True,
-        untimed=UNMEASURED,
         layer=_layer,
         attention=_attention,
     ),

@@ -17,7 +17,7 @@ from whichlora.serving.ggml_graph import (
     softmax_attention,
 )
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, convolved
+from whichlora.serving.gguf_architectures.base import Architecture, convolved
 from whichlora.serving.gguf_architectures.granite import FUSED
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.layer import Attention, Layer
@@ -115,7 +115,6 @@ _MOE = Architecture(
     attention=_attention,
     heads_by_layer=True,
     keeps_rows=True,
-    untimed=UNMEASURED,
 )
 ARCHITECTURES = (
     Architecture(
@@ -127,7 +126,6 @@ ARCHITECTURES = (
         tensors=_tensors,
         read_ahead=convolved,
         heads_by_layer=True,
-        untimed=UNMEASURED,
         attention=_attention,
     ),
     _MOE,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.serving.ggml_graph import FP32, Builder, attend, fed, mixed, rotations, turned_back
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, convolved
+from whichlora.serving.gguf_architectures.base import Architecture, convolved
 from whichlora.spec.layer import Attention, Layer
 
 
@@ -120,7 +120,6 @@ def _architecture(name: str, *model_types: str, positions: int = 1) -> Architect
         attention=_attention,
         positions=positions,
         keeps_rows=True,
-        untimed=UNMEASURED,
     )
 
 
