@@ -34,10 +34,11 @@ from whichlora.serving.kernel_rates import (
 )
 from whichlora.serving.rank import has_latents, latent_width, rank_model
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.dtypes import fused_rows, is_quantised
 from whichlora.spec.float_blocks import FLOAT_BLOCKS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.layer import Attention, Layer, Linear, Moe
+from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.spec.targets import adapted
 from whichlora.timing.model import product_rate, tiled_multiprocessors
 from whichlora.timing.products import idle_flops
@@ -111,6 +112,8 @@ class _Product:
         is_unpacked: whether its kernel unpacks stored codes.
         row_s: of each row, what narrows its inputs; of experts, what is between their products.
         expert_rows: as of `Stepping`, and `code_blocks`.
+        expanded_bytes: written and read where more than `fused_rows` rows pass it, for which its
+            stored codes are expanded first.
     """
 
     count: float
@@ -127,6 +130,8 @@ class _Product:
     code_blocks: CodeBlocks | None = None
     tokens: int = 1
     spread: float = 0.0
+    expanded_bytes: float = 0.0
+    fused_rows: int = 0
 
     def visited(self, tokens: float) -> float:
         """Experts that at least one of `tokens` chose, each by chance; 1 of other matrices."""
@@ -329,6 +334,8 @@ class StepTimer:
             in_blocks = visited * blocks.seconds(each, inputs, outputs, multiprocessors)
             work = in_blocks if product.is_unpacked else max(work, in_blocks)
         work += tokens * product.row_s
+        if tokens > product.fused_rows:
+            work += product.expanded_bytes / (POINTWISE_READS * self.bandwidth)
         kernel_s = product.kernel_s
         if product.expert_rows is not None:
             kernels = product.experts * math.ceil(tokens / product.expert_rows)
@@ -577,9 +584,15 @@ def _product_of(
             peak = rates.products * _narrow_peak(served)
             kernel_s, rate = kernel_s + narrowed.own_s, narrowed.products * peak
             row_s = narrowed.input_s * first.in_features
-    stored = stepping.weight_bytes
+    stored, expanded_bytes = stepping.weight_bytes, 0.0
+    if is_quantised(first, served.dtypes) and served.dtypes.quant in FOUR_BIT_BNB:
+        # bitsandbytes writes the matrix in 16 bit, and a product reads it
+        width = 2 * served.dtypes.compute_bytes
+        expanded_bytes = float(width * sum(each.num_params for each in group))
     return _Product(
         count=count,
+        expanded_bytes=expanded_bytes,
+        fused_rows=fused_rows(served.dtypes) if expanded_bytes else 0,
         num_bytes=float(
             sum(stored(each) if stored else linear_bytes(each, served.dtypes) for each in group)
         ),
