@@ -272,17 +272,18 @@ class Keys:
             ConfigError: a value of another type.
         """
         default = option.default
-        if isinstance(default, bool):
-            return self.flag(option.name, default)
-        if isinstance(default, str):
+        kind = type(default) if default is not None else option.kind
+        if kind is bool:
+            return self.flag(option.name, bool(default))
+        if kind is str:
             words = self.names(option.name)
-            if len(words) == 1:
+            if len(words) == 1 or default is None:
                 return words[0]
             text = f"are several; assumed: {default}, which holds the same tensors"
             self.assume(option.name, text)
             return default
-        if isinstance(default, float):
-            return self.number(option.name, default)
+        if kind is float:
+            return self.number(option.name, 0.0)
         return self.count(option.name, 1)
 
     def word(self, name: str, default: str = "") -> str:

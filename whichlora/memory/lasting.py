@@ -67,15 +67,6 @@ EXPANSION = Fact(
     why="one buffer, in which each forward expands its weights, is never freed",
     source="unsloth 2026.10.9 kernels/utils.py, fast_dequantize, WEIGHT_BUFFERS",
 )
-ROLLOUT_POOL = Fact(
-    part="kv_cache",
-    what="pool of the engine that writes answers: a copy of the weights, and its cache",
-    shape="[share of the device]",
-    dtype="bytes",
-    why="a vLLM on the same GPU takes its share before the training starts",
-    source="TRL 1.16 VLLMGeneration; vLLM gpu_memory_utilization",
-    kind="upper bound",
-)
 
 
 def whole_step(step: TrainingStep) -> tuple[Entry, ...]:
@@ -112,10 +103,7 @@ def whole_step(step: TrainingStep) -> tuple[Entry, ...]:
         buffers = step.trainer.staging_buffers(run)
         staged = staging_bytes(step.model, tokens=step.tokens, buffers=buffers)
         entries.append(Entry(STAGING, staged))
-    rollout = step.trainer.rollout(run)
-    if rollout is not None and rollout.pool_share:
-        pool = int(rollout.pool_share * step.gpu.memory_bytes)
-        entries.append(Entry(ROLLOUT_POOL, pool + 0 * step.tokens))
+    entries += [replace(each, num_bytes=each.num_bytes + 0 * step.tokens) for each in step.beside]
     return tuple(entries)
 
 

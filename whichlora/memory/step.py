@@ -68,6 +68,7 @@ class TrainingStep:
             lengths, `seq_len` is the decoder's; `source_len` says the encoder's.
         waiting: what earlier forwards of a micro-batch hold until this one has gone backward.
         meets: later forwards of the same graph have made their gradients, to which its own come.
+        beside: what an engine in the same process holds while the model learns.
     """
 
     model: ModelSpec
@@ -82,6 +83,7 @@ class TrainingStep:
     r: Count
     waiting: tuple[Entry, ...] = ()
     meets: bool = False
+    beside: tuple[Entry, ...] = ()
 
     @cached_property
     def tokens(self) -> Count:

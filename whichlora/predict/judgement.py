@@ -41,8 +41,12 @@ _LIVE_PARTS = (*ALLOCATED_PARTS, "context")
 # rounded up. Replays of real requests need less (`docs/accuracy/reserved.md`).
 REPLAYED_SPREAD = 0.3
 
+SECONDS, DEVIATION = "seconds", "log_deviation"
 Pass: TypeAlias = tuple[str, Count, Mapping[str, Real]]
-"""Phase, how many such passes there are, and the time features of one."""
+"""Phase, how many such passes there are, and the time features of one.
+
+An engine's own formulas time its passes: these have `SECONDS`, and the `DEVIATION` of their log.
+"""
 
 
 def corrected(parts: Mapping[str, Count], model: MemoryModel) -> dict[str, Count]:
@@ -260,6 +264,12 @@ class TimeJudgement:
             for name in names
         }
 
+    @property
+    def fitted_parts(self) -> dict[str, Mapping[str, Real]]:
+        """`pass_parts` of what fitted coefficients time, and no engine's own formulas."""
+        by_engine = {phase for phase, _, features in self.passes if SECONDS in features}
+        return {phase: parts for phase, parts in self.pass_parts.items() if phase not in by_engine}
+
     def interval(self) -> tuple[Real, Real]:
         """Bounds of `total_s`."""
         return time_interval(self.total_s, self.log_deviation)
@@ -271,7 +281,11 @@ def judge_time(passes: Sequence[Pass], models: Mapping[str, TimeModel]) -> TimeJ
     total: Real = 0.0
     error: Real = 0.0
     for phase, count, features in passes:
-        seconds, pass_parts[phase], deviation = timing.pass_time(models[phase], features)
+        if SECONDS in features:
+            seconds, deviation = features[SECONDS], features[DEVIATION]
+            pass_parts[phase] = {**dict.fromkeys(timing.FEATURES, 0.0), "engine": seconds}
+        else:
+            seconds, pass_parts[phase], deviation = timing.pass_time(models[phase], features)
         pass_s[phase] = seconds
         total = total + count * seconds
         # one run's errors in both phases come from one host and one device: they add up

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from whichlora.memory import allocator
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.colocated import colocated_engine
 from whichlora.predict.counted import CountedRun, count_run
 from whichlora.predict.host_memory import host_fault, memory_of_node, saving_note
 from whichlora.predict.judged import judge_moments, judged_ranks, judged_time
@@ -158,6 +159,7 @@ class JudgedRun:
         calibration: of the engine that runs it.
         timed: None where nobody knows the time.
         beyond_host: why the host can't hold what ranks pin; empty where it can.
+        engine_fault: why an engine beside the trainer does not start; empty where it does.
         traced: peaks of a trace, which stand for the ledger's.
     """
 
@@ -169,6 +171,7 @@ class JudgedRun:
     timed: TimeJudgement | None
     ranks: RanksJudgement | None
     beyond_host: str
+    engine_fault: str
     serving: ServingPrediction | None
     traced: TracedPeak | None
 
@@ -217,7 +220,9 @@ def judge_counted(
     training = job.run.phase == "finetune"
     outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)
     beyond_host = host_fault(counted.host, _node(job, calibration))
-    if beyond_host:
+    engine = colocated_engine(job)
+    engine_fault = "" if engine is None else engine.fault
+    if beyond_host or engine_fault:
         outcome = "fails"
     serving = None
     if service is not None:
@@ -234,6 +239,7 @@ def judge_counted(
         timed=timed,
         ranks=ranks,
         beyond_host=beyond_host,
+        engine_fault=engine_fault,
         serving=serving,
         traced=traced,
     )
@@ -247,7 +253,7 @@ def finished(judged: JudgedRun, *, by_rank: bool = True) -> Prediction:
     """All that is said of a run that has been judged; args as of `predict_counted`."""
     counted, calibration, traced = judged.counted, judged.calibration, judged.traced
     job, gpu, timed = counted.job, counted.job.gpu, judged.timed
-    passes = {} if timed is None else timed.pass_parts
+    passes = {} if timed is None else timed.fitted_parts
     num_params = job.model.num_params
     trained = num_trained(job) if job.run.phase == "finetune" else 0
     if traced is not None:
@@ -284,6 +290,7 @@ def _notes(judged: JudgedRun) -> tuple[str, ...]:
         of_engine = serving_notes(job, service.start, serving, judged.calibration)
     return (
         *([of_host] if of_host else ()),
+        *([judged.engine_fault] if judged.engine_fault else ()),
         *of_engine,
         *notes_on(job),
         *(host_notes(job, timed.pass_parts) if timed and judged.time.is_known else ()),

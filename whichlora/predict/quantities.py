@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, trained_params, training_ledger
 from whichlora.parallel.base import RankKind
+from whichlora.predict.colocated import colocated_engine
 from whichlora.predict.judgement import Pass
 from whichlora.predict.parts import part_bytes
 from whichlora.predict.rank_time import features_of_step, update_of_step
@@ -77,8 +79,10 @@ def _with_answers(
     job: ResolvedRun, sizes: Mapping[str, Count], counted: Ledger, step: TrainingStep
 ) -> Ledger:
     """`counted` and the moments of what the model writes between steps, if it does."""
-    inner = rollout_job(job)
-    if inner is None or inner.run.kv_cache == "vllm":  # the pool is among what a step holds
+    inner, engine = rollout_job(job), colocated_engine(job)
+    if engine is not None:
+        return engine.with_answers(counted, step)
+    if inner is None:
         return counted
     written = generation(inner, **rollout_sizes(job, _sizes(job, sizes)))
     return with_rollout(counted, step, written)
@@ -100,6 +104,9 @@ def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
         trainer=job.trainer,
         **counts,
     )
+    engine = colocated_engine(job)
+    if engine is not None:
+        step = replace(step, beside=engine.held(step))
     return attending(step)
 
 
@@ -316,7 +323,12 @@ def _rollout_passes(job: ResolvedRun, sizes: Mapping[str, Count]) -> Iterator[Pa
     inner, rollout = rollout_job(job), job.trainer.rollout(job.run)
     if inner is None or rollout is None:
         return
-    for name, times, counted in passes(inner, **rollout_sizes(job, _sizes(job, sizes))):
+    written, engine = rollout_sizes(job, _sizes(job, sizes)), colocated_engine(job)
+    if engine is not None:
+        if job.gpu.is_timed:
+            yield from engine.answer_passes(rollout, written)
+        return
+    for name, times, counted in passes(inner, **written):
         yield name, times / rollout.steps, counted
 
 

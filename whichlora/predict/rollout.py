@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,16 +14,15 @@ from whichlora.parallel import list_strategies
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import ONE_GPU
-from whichlora.units import format_bytes
 
 _OF_TRAINING = ("weights", "adapters")  # parts that a generation shares with the steps
 
 
 def check_rollout(job: ResolvedRun) -> None:
-    """Refuse a rollout that is not predicted, or whose engine can't start.
+    """Refuse a rollout that is not predicted.
 
     Raises:
-        ConfigError: of a model that is divided, or with a pool that is smaller than the weights.
+        ConfigError: of a model that is divided.
     """
     rollout = job.trainer.rollout(job.run) if job.run.phase == "finetune" else None
     if rollout is None:
@@ -36,17 +34,6 @@ def check_rollout(job: ResolvedRun) -> None:
         raise ConfigError(
             f"parallel: the answers that {job.trainer.name} lets the model write are predicted "
             f"where every GPU has all of its weights; use one of {whole}, or vllm_mode server"
-        )
-    device_bytes, copied = job.gpu.memory_bytes, 2 * job.model.num_params
-    pool = rollout.pool_share * device_bytes
-    if 0 < pool <= copied:
-        least = math.ceil(100 * copied / device_bytes) / 100
-        way = f"give vllm_gpu_memory_utilization above {least:g}, or let generate write them"
-        if least >= 1:
-            way = f"the GPU has {format_bytes(device_bytes)}: let generate write them, or a server"
-        raise ConfigError(
-            f"trainer: the engine that writes answers takes {rollout.pool_share:.0%} of the GPU, "
-            f"{format_bytes(int(pool))}, and its copy of the weights {format_bytes(copied)}; {way}"
         )
 
 
@@ -60,7 +47,7 @@ def rollout_job(job: ResolvedRun) -> ResolvedRun | None:
         phase="inference",
         serve=None if job.method.trains_base else "as-trained",
         quant="none" if job.method.trains_base else job.run.quant,
-        kv_cache="vllm" if rollout.pool_share else "dynamic",
+        kv_cache="vllm" if rollout.by_engine else "dynamic",
         trainer="transformers",
         trainer_options=(),
         loss_head="hf",

@@ -181,6 +181,7 @@ class Start:
         shared_cells: tokens of the one cache that all of them have, however many the pool holds;
             None where each has its own.
         outside_bytes: what it takes beyond its budget, the context of its process left out.
+        passing_bytes: of its entries, what only a step of the most tokens has: free between steps.
         fault: why it does not start; empty where it does.
         longest_context: of a sequence that it accepts of the model, where it refuses to start for
             longer ones; beyond: what lies beyond it, and the way out.
@@ -207,6 +208,7 @@ class Start:
     max_num_seqs: Callable[[int], int]
     shared_cells: int | None = None
     outside_bytes: int = 0
+    passing_bytes: int = 0
     fault: str = ""
     longest_context: int | None = None
     beyond: str = ""

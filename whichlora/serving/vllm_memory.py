@@ -253,7 +253,8 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
     entries = _loaded(served, rank, () if missed else slots)
     entries += [joint_entry(served)] if served.options[DRAFTS] else []
     entries += _resident(served, stage)
-    entries += _profiled(served, rank)
+    passing, staying = _profiled(served, rank)
+    entries += [*passing, *staying]
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
     reserves_graphs = _reserves_graphs(served)
     entries += [graphs] if reserves_graphs else []
@@ -283,6 +284,7 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         outside_bytes=missed
         + _connected_bytes(served)
         + (0 if reserves_graphs else graphs.num_bytes),
+        passing_bytes=_bytes_of(passing),
         fault=_fault(served, pool, budget, weights_of(entries)),
         longest_context=longest,
         beyond=beyond_positions(served, LONGER, longest),
@@ -532,8 +534,11 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
     return entries
 
 
-def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
-    """The largest part of the profile pass: a layer's forward, the sampler, or a kernel's trial."""
+def _profiled(served: Served, rank: ModelSpec) -> tuple[list[Entry], list[Entry]]:
+    """The largest part of the profile pass: a layer's forward, the sampler, or a kernel's trial.
+
+    What is free again after it stands apart from what stays.
+    """
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
     copies = served.count(COPIES) or 1
@@ -567,9 +572,11 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     held, running, always = tower_entries(served)
     larger = max(forward, sampler, *trial_entries(served, rank), key=_bytes_of)
+    staying = [*always, workspace, *held_table(served, rank)]
     # the tower runs first, before experts allocate what they keep
-    larger = max([*larger, *held, *buffers], running, key=_bytes_of)
-    return [*larger, *unused, *always, workspace, *held_table(served, rank)]
+    if _bytes_of(running) > _bytes_of([*larger, *held, *buffers]):
+        return [*running, *unused], staying
+    return [*larger, *unused], [*held, *buffers, *staying]
 
 
 def _sampler(served: Served, rank: ModelSpec) -> list[Entry]:

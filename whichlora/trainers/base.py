@@ -11,6 +11,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.backends import backend_of
 from whichlora.spec.data_format import Rows
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS, FusedKernels
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.options import Option
@@ -88,15 +89,42 @@ class Rollout:
         batch_size: answers that are written at once.
         prompt_len, new_tokens: of each.
         steps: optimizer steps that learn from them.
-        pool_share: of the device, what an engine beside the trainer takes for its copy of the
-            weights and its cache; 0 where `generate` of the model itself writes them.
+        by_engine: whether an engine in the same process writes them (`Colocated`); else `generate`
+            of the model itself does.
     """
 
     batch_size: int
     prompt_len: int
     new_tokens: int
     steps: float
-    pool_share: float = 0.0
+    by_engine: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Colocated:
+    """An engine in the process of a training, on the same GPU, that writes its answers.
+
+    Args:
+        engine: its name; release: of it, where a run states none.
+        options: what it is started with, by its own names.
+        context: tokens of a sequence that it is started for; None: all that the model accepts.
+        context_option: what a user of the trainer calls that.
+        share_option: what a user calls the engine's share of the GPU.
+        shares_weights: its base is the one that is trained on, and it adds the adapter's products;
+            else it has a copy, into which adapters are merged.
+        gives_back: what of it is not on the GPU while the model learns.
+        ranks: GPUs that have one engine together, which writes the answers of all of them.
+    """
+
+    engine: str
+    release: str
+    options: Mapping[str, bool | int | float | str]
+    context: int | None
+    context_option: str
+    share_option: str
+    shares_weights: bool = False
+    gives_back: Literal["nothing", "cache", "cache and weights"] = "nothing"
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +213,10 @@ def _no_rollout(run: RunConfig) -> Rollout | None:
 
 
 def _own_loss(run: RunConfig) -> Loss | None:
+    return None
+
+
+def _no_engine(run: RunConfig, model: ModelSpec, gpu: GpuSpec, free_bytes: int) -> Colocated | None:
     return None
 
 
@@ -301,6 +333,8 @@ class Trainer:
         forwards: those without gradients, of each micro-batch.
         task: the one task that it is for, in place of what the model's type implies.
         rollout: answers that the model writes before the steps that learn from them.
+        colocated: the engine that writes them on the same GPU, of which so many bytes are free
+            before anything is loaded; None where none does.
         repeats: how often it comes back to a row; None where each is in one batch of an epoch.
         scored_tokens: of each sequence, the positions that the head projects; None for all that
             its loss head does.
@@ -365,6 +399,7 @@ class Trainer:
     forwards: Callable[[RunConfig], Forwards] = _none
     task: str = ""
     rollout: Callable[[RunConfig], Rollout | None] = _no_rollout
+    colocated: Callable[[RunConfig, ModelSpec, GpuSpec, int], Colocated | None] = _no_engine
     repeats: Callable[[RunConfig], Repeats | None] = _once
     scored_tokens: Callable[[RunConfig], int | None] = _all_tokens
     outputs_held: Callable[[RunConfig], OutputsHeld] = drops_outputs
