@@ -110,7 +110,8 @@ def test_train_py_writes_the_kind_of_checkpointing_where_it_is_not_the_usual_one
         ("axolotl", "transformers", "such as dtypes and checkpointing"),
         ("torchtune", "loop-function", "--precision bf16-pure"),
         ("GRPOTrainer", "grpo", ""),
-        ("unsloth-grpo", "grpo", "without Unsloth's kernels"),
+        ("UnslothGRPOTrainer", "unsloth-grpo", ""),
+        ("unsloth-dpo", "dpo", "without Unsloth's kernels"),
         ("trl", "sft", ""),
     ],
 )

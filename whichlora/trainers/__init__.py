@@ -29,6 +29,7 @@ from whichlora.trainers import (
     sft,
     transformers,
     unsloth,
+    unsloth_grpo,
 )
 from whichlora.trainers.base import Repeats, Trainer
 
@@ -52,6 +53,7 @@ _TRAINERS = Members[Trainer](
             llamafactory_dpo,
             llamafactory_kto,
             unsloth,
+            unsloth_grpo,
             sentence_transformers,
         )
     ),

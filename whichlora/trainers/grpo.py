@@ -300,7 +300,7 @@ TRAINER = replace(
     sft.TRAINER,
     takes_images=False,
     name="grpo",
-    also_called={"GRPOTrainer": "", "unsloth-grpo": trl.UNDER_UNSLOTH},
+    also_called={"GRPOTrainer": ""},
     summary="TRL's GRPOTrainer: learns from rewards of answers that it writes",
     library_class="trl.GRPOTrainer",
     config_class="trl.GRPOConfig",

@@ -51,6 +51,7 @@ _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # `FastModel` quantises the experts of these, and runs them in grouped products. It compiles their
 # layers, which are counted as transformers and PEFT write them.
 _MIXTURES = ("mixtral", "qwen3_moe")
+OWN_TYPES = frozenset((*_TYPES, *_MIXTURES))
 _METHODS = ("lora", "qlora")
 
 # What releases did. Source: github.com/unslothai/unsloth and unsloth-zoo at the commit that sets
@@ -89,7 +90,7 @@ _TRACED = "2026.5"  # functions as of the release that was traced
 _QUANTS = ("none", "nf4-dq", "nf4")
 
 
-def _kernels(run: RunConfig, model_type: str) -> FusedKernels:
+def kernels(run: RunConfig, model_type: str) -> FusedKernels:
     """Refuses other types of models, whose code is not that of these kernels.
 
     Raises:
@@ -261,7 +262,7 @@ TRAINER = replace(
     keeps_base=always,
     narrows_adapters=never,
     narrowed_names=lambda run: (),
-    kernels=_kernels,
+    kernels=kernels,
     loss_of=_loss_of,
     notes_of=_notes_of,
     narrow_copies=_narrow_copies,
