@@ -2,7 +2,7 @@
 
 SOURCE holds one `config.json` per architecture and an `INDEX.csv` that says where each came
 from and what parameter count was published for it. Running it twice writes the same bytes. What
-TARGET says of aliases with other positions stays (`POSITIONS`).
+TARGET says of aliases stays (`OF_ALIASES`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def entry(row: dict[str, str], source: Path) -> dict[str, Any]:
     }
 
 
-POSITIONS = ("positions", "positions_from")
+OF_ALIASES = ("positions", "positions_from", "rewritten", "rewritten_from")
 
 
 def with_positions(value: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`value` with what the file at `path` says of aliases that have other positions."""
+    """`value` with what the file at `path` says of aliases: other positions, another type."""
     if not path.is_file():
         return value
     there = json.loads(path.read_text(encoding="utf-8"))
-    own = {key: there[key] for key in POSITIONS if key in there}
+    own = {key: there[key] for key in OF_ALIASES if key in there}
     config = value.pop("config", None)
     return value | own | ({} if config is None else {"config": config})
 

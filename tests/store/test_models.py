@@ -386,6 +386,20 @@ def test_positions_are_of_aliases_and_have_a_source() -> None:
         positions = record.get("positions", {})
         assert set(positions) <= set(record["aliases"])
         assert bool(positions) == bool(record.get("positions_from"))
+        rewritten = record.get("rewritten", {})
+        assert set(rewritten) <= set(record["aliases"])
+        assert bool(rewritten) == bool(record.get("rewritten_from"))
+
+
+def test_an_alias_may_be_written_anew_in_the_code_of_another_type() -> None:
+    original, upload = find_model("microsoft/phi-4"), find_model("unsloth/phi-4")
+    assert original is not None
+    assert upload is not None
+    assert (original.model_type, upload.model_type) == ("phi3", "llama")
+    assert original.num_params == upload.num_params
+    copy = find_copy("unsloth/phi-4-bnb-4bit")
+    assert copy is not None
+    assert copy.model_type == "llama"
 
 
 @pytest.fixture

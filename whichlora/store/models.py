@@ -77,7 +77,8 @@ def find_model(name: str) -> ModelSpec | None:
 def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
     """The architecture that `path` has, read once, as the index is.
 
-    An alias may have other positions, which the file states (`positions`).
+    An alias may have other positions, which the file states (`positions`), or be written anew in
+    the code of another type (`rewritten`: keys of its config).
     """
     values = read_object(path)
     check_schema_version(values, SCHEMA_VERSION, str(path))
@@ -87,6 +88,7 @@ def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
     positions = values.get("positions", {}).get(known_as)
     if positions is not None:
         config = {**config, "max_position_embeddings": positions}
+    config = {**config, **values.get("rewritten", {}).get(known_as, {})}
     try:
         spec = families.build(config, name=known_as)
     except ConfigError as error:
@@ -173,8 +175,17 @@ def _base_of_copy(name: str) -> tuple[StoredForm | None, str]:
     form, base_name = copy
     base = None
     with contextlib.suppress(ConfigError):
-        base = _OTHER_NAMES.get(base_name.lower().replace(" ", "-")) or _match(base_name)
+        hyphened = base_name.replace(" ", "-")
+        base = _OTHER_NAMES.get(hyphened.lower()) or _match(base_name)
+        base = _rewritten_by(owner, hyphened, base)
     return form, base or ""
+
+
+def _rewritten_by(owner: str, base_name: str, base: str | None) -> str | None:
+    """The owner's own copy in 16 bit where that is in the code of another type, else `base`."""
+    model, own = find_model(base) if base else None, find_model(f"{owner}/{base_name}")
+    is_other = model is not None and own is not None and own.model_type != model.model_type
+    return own.name if own is not None and is_other else base
 
 
 def find_copy(name: str) -> ModelSpec | None:
