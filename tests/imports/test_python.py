@@ -113,16 +113,131 @@ def test_names_that_no_layer_has_are_passed_over(tmp_path: Path) -> None:
         estimate(gpu="h100-sxm-80gb", from_file=none)
 
 
+GRPO = UNSLOTH.replace("SFTTrainer", "GRPOTrainer").replace(
+    "SFTConfig(", "GRPOConfig(num_generations=6, max_completion_length=300, temperature=0.9,"
+)
+
+
 def test_a_script_of_grpo_under_unsloth(tmp_path: Path) -> None:
-    text = UNSLOTH.replace("SFTTrainer", "GRPOTrainer").replace(
-        "SFTConfig(", "GRPOConfig(num_generations=6,"
+    read = imported(tmp_path, GRPO)
+    assert (read.unknown, read.refused) == ((), {})
+    assert (read.settings["trainer"], read.settings["batch_size"]) == ("unsloth-grpo", 6)
+    assert read.settings["seq_len"] == 812  # a prompt of 512 is assumed
+    options = dict(read.settings["trainer_options"])
+    assert (options["num_generations"], options["max_completion_length"]) == (6, 300)
+    assert "fast_inference" not in options
+
+
+def test_an_engine_inside_unsloth_has_the_script_s_settings(tmp_path: Path) -> None:
+    standby = """import os\nos.environ["UNSLOTH_VLLM_STANDBY"] = "1"\n"""
+    fast = "fast_inference = True, gpu_memory_utilization = 0.9, max_lora_rank = 32, load_in_4bit"
+    text = standby + GRPO.replace("load_in_4bit", fast)
+    read = imported(tmp_path, text)
+    assert (read.unknown, read.refused) == ((), {})
+    assert {
+        ("UNSLOTH_VLLM_STANDBY", True),
+        ("fast_inference", True),
+        ("gpu_memory_utilization", 0.9),
+        ("max_lora_rank", 32),
+        ("max_seq_length", 1024),
+    } <= set(read.settings["trainer_options"])
+    off = imported(tmp_path, text.replace('= "1"', '= "0"'))
+    assert dict(off.settings["trainer_options"])["UNSLOTH_VLLM_STANDBY"] is False
+    (prediction,) = estimate(gpu="l4-24gb", from_file=script(tmp_path, text))
+    assert prediction.fits
+    whole = text.replace("load_in_4bit = True", "full_finetuning = True")
+    assert "with an engine inside it" in imported(tmp_path, whole).refused["trainer"]
+
+
+def test_an_answer_whose_length_is_computed_takes_what_the_prompt_leaves(tmp_path: Path) -> None:
+    text = GRPO.replace("=300", "=max_seq_length - longest, max_prompt_length=longest")
+    read = imported(tmp_path, text)
+    assert read.settings["seq_len"] == 1024
+    assert dict(read.settings["trainer_options"])["max_completion_length"] == 512
+    assert any("max_completion_length: is computed; assumed: 512" in n for n in read.assumed)
+
+
+def test_of_two_trainers_the_last_counts_with_its_own_arguments(tmp_path: Path) -> None:
+    later = """
+args = GRPOConfig(num_generations=4, per_device_train_batch_size=8, max_prompt_length=100,
+    max_completion_length=200)
+GRPOTrainer(model=model, args=args, reward_funcs=[reward]).train()
+"""
+    read = imported(tmp_path, UNSLOTH + later)
+    assert (read.settings["trainer"], read.settings["batch_size"]) == ("unsloth-grpo", 8)
+    assert (read.settings["seq_len"], read.settings["gradient_accumulation_steps"]) == (300, 1)
+    assert any("SFTTrainer comes before GRPOTrainer" in note for note in read.assumed)
+    again = UNSLOTH + "trainer = SFTTrainer(model=model, args=SFTConfig(packing=True))"
+    assert imported(tmp_path, again).settings["batch_size"] == 2  # the first of a kind
+    assert not any("comes before" in note for note in imported(tmp_path, again).assumed)
+
+
+def test_adapters_beside_all_weights_have_no_effect_under_unsloth(tmp_path: Path) -> None:
+    text = UNSLOTH.replace("load_in_4bit = True", "full_finetuning = True")
+    read = imported(tmp_path, text)
+    assert read.settings["method"] == "full"
+    assert any("get_peft_model: has no effect" in note for note in read.assumed)
+
+
+def test_a_base_in_fp8_under_unsloth_is_taken_as_one_in_16_bit(tmp_path: Path) -> None:
+    read = imported(tmp_path, UNSLOTH.replace("load_in_4bit", "load_in_fp8"))
+    assert read.settings["method"] == "lora"
+    assert any("load_in_fp8: is not predicted; assumed: a base in 16" in n for n in read.assumed)
+
+
+def test_a_checkpoint_in_mxfp4_is_unsloth_s_own_upload_in_4_bit(tmp_path: Path) -> None:
+    text = UNSLOTH.replace("unsloth/Qwen2.5-0.5B", "unsloth/gpt-oss-20b")
+    read = imported(tmp_path, text)
+    assert read.settings["model"] == "unsloth/gpt-oss-20b-unsloth-bnb-4bit"
+    assert read.settings["quantize_moe_experts"] is True
+    grpo = imported(tmp_path, text.replace("SFT", "GRPO")).settings
+    assert (grpo["model"], grpo["trainer"]) == (read.settings["model"], "unsloth-grpo")
+    assert "quantize_moe_experts" not in grpo  # it always does
+
+
+def test_names_that_wrap_matrices_of_a_tower_are_adapted_in_the_text_alone(tmp_path: Path) -> None:
+    text = UNSLOTH.replace("unsloth/Qwen2.5-0.5B", "unsloth/gemma-4-E2B-it")
+    read = imported(tmp_path, text)
+    assert read.settings["freeze_vision_tower"] is True
+    assert any("in the vision tower, too; assumed: in the text alone" in n for n in read.assumed)
+
+
+def test_a_token_table_that_unsloth_is_told_to_offload_leaves_the_gpu(tmp_path: Path) -> None:
+    text = UNSLOTH.replace("load_in_4bit", "offload_embedding = True, load_in_4bit")
+    read = imported(tmp_path, text)
+    assert ("offload_embedding", "true") in read.settings["trainer_options"]
+    assert read.unknown == ()
+
+
+def test_embeddings_under_unsloth_are_of_16_bit_and_without_checkpoints(tmp_path: Path) -> None:
+    text = """
+from unsloth import FastSentenceTransformer
+model = FastSentenceTransformer.from_pretrained("unsloth/Qwen3-Embedding-0.6B")
+model = FastSentenceTransformer.get_peft_model(model, r=32, target_modules=["q_proj"])
+args = SentenceTransformerTrainingArguments("o", batch_sampler=BatchSamplers.NO_DUPLICATES)
+SentenceTransformerTrainer(model=model, args=args, loss=MultipleNegativesRankingLoss(model))
+"""
+    settings = imported(tmp_path, text).settings
+    assert (settings["method"], settings["gradient_checkpointing"]) == ("lora", False)
+
+
+@pytest.mark.parametrize(
+    ("switch", "targets"),
+    [
+        ("finetune_attention_modules = False", {"gate_proj", "up_proj", "down_proj"}),
+        ("finetune_mlp_modules = False", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("finetune_mlp_modules = True", {"all-linear"}),
+    ],
+)
+def test_switches_of_unsloth_leave_attention_or_mlps_out(
+    tmp_path: Path, switch: str, targets: set[str]
+) -> None:
+    text = UNSLOTH.replace("FastLanguageModel", "FastModel").replace(
+        'target_modules = ["q_proj", "v_proj"]', f"finetune_vision_layers = False, {switch}"
     )
     read = imported(tmp_path, text)
-    assert (read.settings["trainer"], read.settings["batch_size"]) == ("grpo", 6)
-    assert dict(read.settings["trainer_options"])["num_generations"] == 6
-    assert any("without its kernels" in note for note in read.assumed)
-    engine = text.replace("load_in_4bit", "fast_inference = True, load_in_4bit")
-    assert "trainer" in imported(tmp_path, engine).refused
+    assert set(read.settings["target_modules"]) == targets
+    assert read.unknown == ()
 
 
 def test_a_script_of_trl_and_its_own_arguments(tmp_path: Path) -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch, Tool, method_settings, names_or_pattern
 from whichlora.imports.peft_configs import other_adapter
-from whichlora.imports.python_calls import ARGUMENTS, is_trainer, model_wrappers
+from whichlora.imports.python_calls import (
+    ARGUMENTS,
+    EARLIER,
+    ENVIRONMENT,
+    is_trainer,
+    model_wrappers,
+)
 from whichlora.imports.python_releases import written_for
 from whichlora.imports.python_values import TRAINING
 from whichlora.imports.trainer import (
@@ -38,6 +45,7 @@ from whichlora.imports.trl import (
     refuse_other,
 )
 from whichlora.methods import list_methods
+from whichlora.spec.options import OptionValue
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.store.hub import load_model
 from whichlora.trainers import Trainer, liger, list_trainers, trl
@@ -58,7 +66,15 @@ IDLE = (
     *("LoraConfig.task_type", "LoraConfig.inference_mode", "LoraConfig.init_lora_weights"),
     *("BitsAndBytesConfig.*", "tokenizer.*"),
     *("length", "max_seq_length", "completion_only_loss", "assistant_only_loss", "use_cpu"),
-    *("chat_template_path", "eos_token", "pad_token", "shuffle_dataset"),
+    *("chat_template_path", "eos_token", "pad_token", "shuffle_dataset", "batch_sampler"),
+    f"{ENVIRONMENT}.*",
+)
+# Of a trainer that writes answers: how tokens are chosen, and what becomes of rewards.
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "reward_*", "epsilon*"),
+    *("delta", "log_completions", "num_completions_to_print", "scale_rewards", "loss_type"),
+    *("mask_truncated_completions", "importance_sampling_level", "vllm_sampling_params"),
+    *("vllm_server_*", "vllm_importance_*", "max_prompt_length", "generation_kwargs"),
 )
 _OF_TOKENIZER, _PADS = "tokenizer.model_max_length", "tokenizer.padding"
 _WIDE = "float32"
@@ -118,7 +134,11 @@ def script_settings(
     """
     for name in (ARGUMENTS, *(f"Trainer.{each}" for each in keys.under("Trainer"))):
         keys.read_elsewhere(name)
-    settings: dict[str, Any] = {"model": model_name(keys), **_length(keys, launch, usual_length)}
+    if EARLIER in keys:
+        told = f"{', '.join(keys.names(EARLIER))} comes before {keys.word('Trainer')}"
+        keys.assume("Trainer", f"{told}; assumed: the last one alone")
+    settings: dict[str, Any] = {"model": model_name(keys)}
+    settings |= _length(keys, launch, usual_length, writes=_writes(keys))
     by_config = is_trl and not plain_arguments  # TRL's own defaults count
     settings |= trainer_settings(keys, launch, checkpoints=None if by_config else False)
     turns_on = is_trl and plain_arguments and launch.libraries.trl_checkpoints
@@ -194,23 +214,48 @@ def called_trainer(keys: Keys) -> Trainer:
     return by_class.get(called, by_class["Trainer"])
 
 
-def steps_of(keys: Keys, trainer: Trainer) -> dict[str, Any]:
-    """The trainer with its options."""
+def steps_of(
+    keys: Keys, trainer: Trainer, computed: Mapping[str, OptionValue] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The trainer with its options.
+
+    Args:
+        computed: what is assumed of options that the script computes, in place of their defaults.
+    """
     settings: dict[str, Any] = {"trainer": trainer.name}
     own = [option for option in trainer.options if option not in (liger.USE, liger.CONFIG)]
     if not own:
         return settings | liger_options(keys)
-    stated = []
+    stated: list[tuple[str, OptionValue]] = []
     for option in own:
         if keys.is_unread(option.name):
-            keys.assume(option.name, f"is computed; assumed: {option.default}")
+            value = computed.get(option.name, option.default)
+            keys.assume(option.name, f"is computed; assumed: {value}")
+            if option.name in computed:
+                stated.append((option.name, computed[option.name]))
         elif option.name in keys:
             stated.append((option.name, keys.option(option)))
     return settings | {"trainer_options": tuple(sorted(stated))}
 
 
-def _length(keys: Keys, launch: Launch, usual: int | None) -> dict[str, int]:
-    """Tokens of a row; empty where the script does not say."""
+def _writes(keys: Keys) -> bool:
+    """Whether the trainer that is called writes answers to prompts."""
+    called = keys.word("Trainer", "Trainer")
+    return any(each.class_name == called and each.writes_answers for each in _trl_trainers())
+
+
+def _trl_trainers() -> list[Trainer]:
+    return [each for each in list_trainers().values() if each.library == trl.LIBRARY]
+
+
+def _length(keys: Keys, launch: Launch, usual: int | None, *, writes: bool) -> dict[str, int]:
+    """Tokens of a row; empty where the script does not say.
+
+    Args:
+        writes: rows are prompts, to which answers of a stated length are written.
+    """
+    if writes and COMPLETION in keys and not any(map(keys.is_unread, (COMPLETION, PROMPT))):
+        return {"seq_len": completed(keys, _LENGTH)}
     lengths = ("max_length", "max_seq_length", "model_max_length", "from_pretrained.max_seq_length")
     for name in (*lengths, "tokenizer.max_length", _OF_TOKENIZER, "length"):
         if name in keys and not keys.refuse_unread("seq_len", name):
@@ -330,6 +375,6 @@ TOOL = Tool(
     read=_read,
     reads_commands=False,
     reads_code=True,
-    without_effect=IDLE,
+    without_effect=(*IDLE, *SAMPLING),
     unmodelled=UNMODELLED,
 )

@@ -9,7 +9,7 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from whichlora.imports.python_values import (
 from whichlora.trainers import Trainer, list_trainers
 
 IMPORT = "import "  # before the name of a library
+ENVIRONMENT = "environ"  # of the script: variables that it sets
+EARLIER = "Trainer.earlier"  # trainers that another one follows
 ARGUMENTS = "arguments"  # of the trainer: their class
 LOADS = "from_pretrained"  # whose value is the class, or the trainer, that loads the model
 _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
@@ -144,8 +146,8 @@ def settings_in(
 
     Keys of training arguments have no prefix; others that of their function or class, such as
     "LoraConfig.r". "Trainer" and "from_pretrained" name classes; "import trl" is a library. Of
-    several calls of a kind the first counts. A model that a trainer is given by name is its own
-    to load, with `model_init_kwargs`.
+    several calls of a kind the first counts, of trainers of several classes the last. A model that
+    a trainer is given by name is its own to load, with `model_init_kwargs`.
 
     Args:
         options: that the script is given, beside the defaults of its own arguments.
@@ -161,8 +163,10 @@ def settings_in(
             if name not in values:
                 values[name], lines[name] = value, line
 
-    calls, named = _calls_in(path, text, options)
+    every, named = _calls_in(path, text, options)
     adapters, arguments = config_classes(), _argument_classes()
+    calls, left_out = _without_earlier(every)
+    note(1, left_out)
     for call in calls:
         note(call.line, _handed_over(call, adapters, arguments))
         if "Tokenizer" in call.owner:  # its `from_pretrained`
@@ -199,11 +203,25 @@ def settings_in(
         values[f"tokenizer.{_LONGEST}"] = named.read(named.attributes[_LONGEST])
         lines.setdefault(f"tokenizer.{_LONGEST}", 1)
     note(1, {f"{IMPORT}{module}": True for module in sorted(named.modules)})
+    note(1, _prefixed(ENVIRONMENT, {n: named.read(v) for n, v in named.environment.items()}))
     for name in named.names:
         several = named.named(name) if name.lower() in _LENGTHS else []
         if len(several) == 1 and isinstance(several[0], int):
             note(1, {"length": several[0]})
     return values, lines
+
+
+def _without_earlier(calls: Sequence[Call]) -> tuple[Sequence[Call], dict[str, Any]]:
+    """`calls` without those of trainers that one of another class follows, whose names are noted.
+
+    Arguments go with their trainer: SFTConfig with SFTTrainer.
+    """
+    trainers = [call.name for call in calls if is_trainer(call.name) and call.options]
+    earlier = tuple(name for name in dict.fromkeys(trainers) if name != trainers[-1])
+    own = trainers[-1].removesuffix("Trainer") if trainers else ""
+    dropped = {f"{name.removesuffix('Trainer')}Config" for name in earlier} - {f"{own}Config"}
+    left = [call for call in calls if call.name not in {*earlier, *dropped}]
+    return left, {EARLIER: list(earlier)} if earlier else {}
 
 
 def _parsed_arguments(

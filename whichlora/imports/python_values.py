@@ -61,6 +61,7 @@ class Values:
     own: set[str] = field(default_factory=set)  # of them, those that the script itself declares
     modules: set[str] = field(default_factory=set)  # that are imported, by their first names
     training: dict[str, Any] = field(default_factory=dict)  # defaults of its training arguments
+    environment: dict[str, ast.expr] = field(default_factory=dict)  # variables that it sets
     _reading: set[str] = field(default_factory=set)  # names that are being read
 
     def note(self, name: str, node: ast.expr) -> None:
@@ -199,6 +200,15 @@ def _note_names(tree: ast.Module, values: Values) -> None:
                     values.note(target.id, node.value)
                 elif isinstance(target, ast.Attribute):
                     values.attributes.setdefault(target.attr, node.value)
+                elif variable := _variable(target):
+                    values.environment.setdefault(variable, node.value)
+
+
+def _variable(target: ast.expr) -> str:
+    """Of the environment, the one that `os.environ["NAME"]` is; empty of anything else."""
+    if not isinstance(target, ast.Subscript) or last_name(target.value) != "environ":
+        return ""
+    return str(target.slice.value) if isinstance(target.slice, ast.Constant) else ""
 
 
 def _of_option(value: Any) -> Any:
