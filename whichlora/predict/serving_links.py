@@ -11,7 +11,7 @@ from whichlora.predict.rank_time import links_of, over_nodes, usual_links
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.predict.words import gpus_in_words
 from whichlora.serving.step_time import own_all_reduce
-from whichlora.serving.vllm_settings import UNIFIED
+from whichlora.serving.unified_memory import is_unified
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LEAST_HOST_BYTES_PER_S, LinkSpec
 from whichlora.spec.parallel import ParallelConfig
@@ -184,7 +184,7 @@ def _placed(
     """The GPUs of an engine over the fewest nodes, their links, and a note of several nodes."""
     asked = ParallelConfig(strategy="tp", gpus=gpus)
     usual = usual_links(gpu, machines)
-    is_alone = str(gpu.compute_capability) in UNIFIED  # its memory is that of its machine
+    is_alone = is_unified(gpu)  # its memory is that of its machine
     if gpus > 1 and (usual or is_alone) and all(links.gpus_per_node == 1 for links in usual):
         asked = replace(asked, nodes=gpus)
     config, note = over_nodes(asked, gpu, machines, hint="")

@@ -85,14 +85,16 @@ from whichlora.serving.sglang_sparse import (
 )
 from whichlora.serving.sglang_sparse import check as check_sparse
 from whichlora.serving.stages import check_stages, stage_notes, stages_of
+from whichlora.serving.unified_memory import is_unified
 from whichlora.serving.widths import check_widths
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import is_compressed, names_fp8_cache, stored_quant
+from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.timing.model import LAUNCH_S
-from whichlora.units import format_bytes
+from whichlora.units import MiB, format_bytes
 
 FP8 = ("fp8_e5m2", "fp8_e4m3")
 SLIDING_SHARE = "swa_full_tokens_ratio"  # fields/schedule.py:150
@@ -135,6 +137,11 @@ QUANT_DTYPES = dict.fromkeys(
     ("awq-int4", "gptq-int4", "gptq-int8", "fp8", "mxfp4", "nvfp4", "nvfp4a16"), (("0", NARROW),)
 )
 
+# What a host has of the memory that it shares with the GPU, before weights are loaded. Kind:
+# estimate. Source: three public logs of a GB10 of 121.69 GiB, with 112.86, 111.97 and 111.73 free
+# (Gemma 4 E4B, Qwen3.8 Flash and 27B, August and September 2026); median.
+HOST_BYTES = 9950 * MiB
+
 RECURRENT_STATES = Fact(
     part="kv_cache",
     what="states of recurrent layers",
@@ -168,7 +175,7 @@ def token_bytes(served: Served, rank: ModelSpec) -> int:
     Kind: exact. Source: SGLang 0.5.23 srt/model_executor/pool_configurator.py:340, :786.
     """
     width = _cache_bytes(served)
-    kinds = cached_layers(as_cached(served, rank))
+    kinds = cached_layers(as_cached(served, rank.with_attentions(_with_own_keys)))
     is_mixed = len({kind.window is None for kind in kinds}) > 1
     sliding = served.options[SLIDING_SHARE]
     assert isinstance(sliding, float)
@@ -179,6 +186,18 @@ def token_bytes(served: Served, rank: ModelSpec) -> int:
             for kind in kinds
         )
     )
+
+
+def _with_own_keys(attention: Attention) -> Attention:
+    """Layers that borrow keys of another one have room for their own, too, which stays empty.
+
+    Kind: exact. Source: SGLang 0.5.23 srt/configs/model_config.py `get_hybrid_layer_ids`, which
+    lists all layers by their kind; logs of Gemma 4 E4B have 71,680 bytes for a token of its 35
+    sliding layers (0.5.13), and 86,022 for one of all (0.5.20; ours 86,016).
+    """
+    if attention.projection != "borrowed":
+        return attention
+    return replace(attention, cache_elements=attention.k_width + attention.v_width)
 
 
 def _reads_named_cache(served: Served) -> bool:
@@ -239,11 +258,14 @@ def _attention_ranks(served: Served) -> int:
 def free_bytes(served: Served) -> int:
     """Memory that is free before weights are loaded, once the ranks are connected.
 
-    Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193.
+    Of a memory that the host shares, what its system and processes have is not free.
+
+    Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193; `HOST_BYTES`.
     """
+    host = HOST_BYTES if is_unified(served.gpu) else 0
     communicator = communicator_bytes(served.count(RANKS) or 1, served.gpu)
     communicator += communicator_bytes(served.count(STAGES) or 1, served.gpu)
-    return served.gpu.memory_bytes - allocator.idle_context_bytes(served.gpu) - communicator
+    return served.gpu.memory_bytes - allocator.idle_context_bytes(served.gpu) - communicator - host
 
 
 def start(served: Served) -> Start:

@@ -47,6 +47,7 @@ from whichlora.serving.stages import (
     received_bytes,
     stages_of,
 )
+from whichlora.serving.unified_memory import is_unified
 from whichlora.serving.vllm_compiled import held_entries as held_table
 from whichlora.serving.vllm_compiled import trial_entries
 from whichlora.serving.vllm_entries import (
@@ -85,7 +86,6 @@ from whichlora.serving.vllm_settings import (
     expert_ranks,
     has_newer_runner,
     has_states,
-    is_unified,
     keeps_prefixes,
     lora_slots,
     max_num_batched_tokens,
@@ -516,7 +516,7 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
     if not _counts_tensors(served):
         entries.append(Entry(KERNELS, KERNELS_BYTES))
-    if is_unified(served):
+    if is_unified(served.gpu):
         entries.append(Entry(HOST, HOST_BYTES))
     if ranks * stages > 1 and not _counts_tensors(served):
         buffers = communicator_bytes(stages, served.gpu) + communicator_bytes(ranks, served.gpu)

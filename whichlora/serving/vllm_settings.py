@@ -5,6 +5,7 @@ from __future__ import annotations
 from whichlora.serving.base import Served
 from whichlora.serving.block_groups import cached_layers
 from whichlora.serving.expert_ranks import ExpertRanks
+from whichlora.serving.unified_memory import is_unified
 from whichlora.serving.vllm_sparse import BLOCK_SIZE, PACKED, cache_dtype
 from whichlora.units import GiB
 
@@ -31,9 +32,6 @@ SCALED_MODELS = ("gemma3", "gemma3_text")
 STATED_YARN_SINCE = "0.30"
 LONGER = "rope scaling in --hf-overrides, or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
-# Compute capabilities of Jetson Orin and Thor and of GB10. Source: `shared_sysmem_device_mem_sms`,
-# vLLM 0.13.0 utils/mem_utils.py:86, 0.19.0 :105; since 0.20.0 `is_integrated_gpu` asks CUDA.
-UNIFIED = ("8.7", "11.0", "12.1")
 CAPPED_SINCE = "0.9"  # before which the default of max_num_seqs is above max_num_batched_tokens
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types that the newer model runner serves by default since 0.24; other dense models since
@@ -119,12 +117,7 @@ def _is_large(served: Served) -> bool:
     if libraries.older("vllm", "0.8.5"):
         return gpu.key.startswith(("h100", "h200"))
     is_a100 = "a100" in gpu.key and not libraries.older("vllm", "0.9")
-    return gpu.memory_bytes >= 70 * GiB and not is_a100 and not is_unified(served)
-
-
-def is_unified(served: Served) -> bool:
-    """Whether the processor shares the GPU's memory. Kind: exact. Source: `UNIFIED`."""
-    return served.gpu.compute_capability in UNIFIED
+    return gpu.memory_bytes >= 70 * GiB and not is_a100 and not is_unified(served.gpu)
 
 
 def older_chunk(served: Served) -> int | None:
