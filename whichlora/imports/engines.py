@@ -17,9 +17,9 @@ from whichlora.serving import BUILT_IN
 from whichlora.serving.base import Engine
 from whichlora.serving.stated import PRECISIONS, QUANTISED
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.options import OptionValue, with_suffix, written
+from whichlora.spec.options import OptionValue, by_own_names, with_suffix, written
 from whichlora.spec.versions import Libraries
-from whichlora.store.hub import load_model
+from whichlora.store.hub import load_model, with_drafter
 from whichlora.store.models import find_copy, named_by_path
 
 MODEL = "model"  # what stands before all options
@@ -70,12 +70,24 @@ def _with_drafts(
     engine: Engine, keys: Keys, options: Mapping[str, OptionValue], model: ModelSpec
 ) -> tuple[tuple[str, OptionValue], ...]:
     """`options` without drafts that are not predicted of `model`, and a note."""
-    if engine.drafted_by in options and not engine.has_drafts(model):
-        text = "is left out: drafts of this model are not predicted, and take memory of their own"
-        keys.assume(engine.drafted_by, text)
-        keys.is_lower_bound = True
-        options = {name: value for name, value in options.items() if name != engine.drafted_by}
-    return tuple(sorted(options.items()))
+    if engine.drafted_by not in options or _drafts(engine, options, model):
+        return tuple(sorted(options.items()))
+    text = "is left out: these drafts are not predicted of this model, and take memory of their own"
+    keys.assume(engine.drafted_by, text)
+    keys.is_lower_bound = True
+    left_out = {engine.drafted_by, *engine.drafting}
+    return tuple(sorted((name, each) for name, each in options.items() if name not in left_out))
+
+
+def _drafts(engine: Engine, options: Mapping[str, OptionValue], model: ModelSpec) -> bool:
+    """Whether the drafts that `options` ask for are predicted, by a model that is known."""
+    try:
+        named = dict(by_own_names(engine.options, options.items()))
+        is_predicted = engine.has_drafts(model, named)
+        with_drafter(model, engine.name, options.items())
+    except ConfigError:
+        return False
+    return is_predicted
 
 
 def _model(engine: Engine, keys: Keys) -> str:

@@ -19,6 +19,7 @@ from whichlora.predict.serving_links import (
 from whichlora.serving import get_engine
 from whichlora.serving.base import Served
 from whichlora.serving.cpu_timer import CpuTimer
+from whichlora.serving.draft_time import DraftingTimer, drafting_timer
 from whichlora.serving.hosted_time import HostedTimer, hosted_timer
 from whichlora.serving.pipeline_time import PipelineTimer, pipeline_timer
 from whichlora.serving.scheduler import (
@@ -34,7 +35,7 @@ from whichlora.serving.step_time import Service, Step, StepTimer, step_timer
 from whichlora.spec.results import ServingTime
 from whichlora.spec.run import MOST_COUNT, RunConfig
 
-Timer = StepTimer | PipelineTimer | HostedTimer | CpuTimer
+Timer = StepTimer | PipelineTimer | HostedTimer | DraftingTimer | CpuTimer
 
 
 def serving_time(
@@ -81,6 +82,7 @@ def _timer(
     if not all(card.is_timed for card in job.gpu.beside or (job.gpu,)):
         return None
     stepping = job.engine.stepping(served)
+    timer: StepTimer | PipelineTimer | HostedTimer | DraftingTimer
     if stepping not in service.timers:
         ranks, stages = stepping.ranks, stepping.num_stages
         machines = machines_of(job, calibration.machines)
@@ -92,20 +94,23 @@ def _timer(
         if reducing is None or sending is None or exchanging is None:
             return None
         if stepping.hosted is not None:
-            service.timers[stepping] = hosted_timer(
+            timer = hosted_timer(
                 served,
                 stepping.hosted,
                 stepping=stepping,
                 link_bytes_per_s=host_bytes_per_s(job.gpu, machines),
             )
-        elif stages == 1:
-            service.timers[stepping] = step_timer(
-                served, stepping=stepping, reduction_s=reducing, exchange_s=exchanging
+        elif stages > 1:
+            timer = pipeline_timer(served, stepping=stepping, reduction_s=reducing, sends_s=sending)
+        elif (drafts := stepping.drafts) is not None:
+            timer = drafting_timer(
+                served, drafts, stepping=stepping, reduction_s=reducing, exchange_s=exchanging
             )
         else:
-            service.timers[stepping] = pipeline_timer(
-                served, stepping=stepping, reduction_s=reducing, sends_s=sending
+            timer = step_timer(
+                served, stepping=stepping, reduction_s=reducing, exchange_s=exchanging
             )
+        service.timers[stepping] = timer
     return service.timers[stepping]
 
 
@@ -169,6 +174,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
         front_s=stepping.front_s + stepping.tokenized_s * load.prompt_len,
         plans_ahead=stepping.plans_ahead,
         chunk_share=stepping.chunk_share(batches),
+        accepted=stepping.accepted,
     )
     if isinstance(timer, PipelineTimer):
         timer = replace(timer, batches=batches)

@@ -11,6 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.methods.base import Method
 from whichlora.serving.block_groups import CachedLayers
+from whichlora.serving.drafted import Drafts
 from whichlora.serving.expert_ranks import ExpertRanks
 from whichlora.serving.indexers import INDEXER_KERNELS
 from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
@@ -362,6 +363,7 @@ class Stepping:
         caches_prompts: what all sequences begin with is read once.
         indexer_kernels: of one indexer, beside its products.
         tokenized_s: of each token of a prompt, before the scheduler has it.
+        drafts: that a step verifies; `accepted` tokens it gives a sequence in the mean.
     """
 
     ranks: int
@@ -404,6 +406,8 @@ class Stepping:
     gathered_share: float = 1.0
     passes_at_once: int | None = None
     hosted: Hosted | None = None
+    drafts: Drafts | None = None
+    accepted: float = 1.0
 
     @property
     def copies(self) -> int:
@@ -499,8 +503,10 @@ class Engine:
         spread_by: its option for the number of machines, equally many GPUs on each.
         bounded_by: its option for sequences at once, where it starts with no more than have a block
             for their state; empty where it runs as many as have.
-        drafted_by: its option that has a layer of the model draft tokens; has_drafts: whether that
-            is predicted of a model.
+        drafted_by: its option that asks for drafts; has_drafts: whether those that options ask for
+            are predicted of a model; drafter_of: the name of another model that drafts, empty where
+            none does; divides_joint: of a draft layer, ranks share the matrix before it; drafting:
+            its other options that only say how drafts are made.
         takes_unequal: whether the GPUs of a pipeline may be of several types.
         fills_stages: whether a pipeline has a batch at every stage; else one batch passes them.
         least_capability: the oldest compute capability that it has kernels for.
@@ -557,7 +563,12 @@ class Engine:
     spread_by: str = ""
     bounded_by: str = ""
     drafted_by: str = ""
-    has_drafts: Callable[[ModelSpec], bool] = lambda model: False
+    has_drafts: Callable[[ModelSpec, Mapping[str, OptionValue]], bool] = lambda model, options: (
+        False
+    )
+    drafter_of: Callable[[Mapping[str, OptionValue]], str] = lambda options: ""
+    divides_joint: bool = False
+    drafting: tuple[str, ...] = ()
     takes_unequal: bool = False
     fills_stages: bool = True
     least_capability: float = 0.0

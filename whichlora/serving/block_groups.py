@@ -66,29 +66,35 @@ class Blocks:
     shared_of: Callable[[int], int]
 
 
-def cached_layers(model: ModelSpec) -> list[CachedLayers]:
+def cached_layers(model: ModelSpec, drafted: int = 0) -> list[CachedLayers]:
     """The kinds of layers that keep keys and values, or a state, in the order of the model.
 
     Engines keep all but the last of the tokens that a short convolution reads. Layers that borrow
     keys and values keep none.
+
+    Args:
+        drafted: tokens that a step verifies beside one, which a short convolution keeps, too.
     """
     numbers: dict[CachedLayers, int] = {}
     for layer, count in model.layers():
         for attention in layer.attentions:
-            kind = cached_of(attention)
+            kind = cached_of(attention, drafted)
             if kind.token_elements or kind.state_bytes(1):
                 numbers[kind] = numbers.get(kind, 0) + count
     return [replace(kind, num_layers=number) for kind, number in numbers.items()]
 
 
-def cached_of(attention: Attention) -> CachedLayers:
-    """What one layer keeps: of no layers yet."""
+def cached_of(attention: Attention, drafted: int = 0) -> CachedLayers:
+    """What one layer keeps: of no layers yet.
+
+    Kind: exact. Source: vLLM 0.33.0 layers/mamba/mamba_utils.py:204 `conv_kernel - 1 + num_spec`.
+    """
     return CachedLayers(
         token_elements=attended_elements(attention),
         index_bytes=index_key_bytes(attention),
         window=attention.sliding_window,
         num_layers=0,
-        conv_elements=attention.conv_channels * max(0, attention.conv_kernel - 1),
+        conv_elements=attention.conv_channels * max(0, attention.conv_kernel - 1 + drafted),
         recurrent_elements=attention.recurrent_elements,
         recurrent_dtype=attention.recurrent_dtype,
     )

@@ -44,6 +44,7 @@ class Rules:
         plans_ahead: whether a step is planned when the one before it begins.
         chunk_share: of the time of a step that reads a prompt alone, after which the next chunk of
             it begins, as the first stage of a pipeline is free then.
+        accepted: tokens that a step gives a sequence in the mean, drafts among them.
     """
 
     max_num_seqs: int
@@ -56,6 +57,11 @@ class Rules:
     front_s: float = 0.0
     plans_ahead: bool = False
     chunk_share: float = 1.0
+    accepted: float = 1.0
+
+    def steps(self, tokens: int) -> int:
+        """That give a sequence so many tokens."""
+        return math.ceil(tokens / self.accepted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +121,7 @@ class _Request:
     Args:
         read: tokens of the prompt whose keys are there.
         first_s: when its first token came; below 0 before.
-        ends_at: the step of its last token.
+        began_at, ends_at: the steps of its first and its last token.
         made: tokens of its answer before it was put back.
         taken: tokens that the pool had given out until then; below 0 before.
     """
@@ -126,9 +132,10 @@ class _Request:
     output: int
     read: int = 0
     first_s: float = -1.0
+    began_at: int = 0
     ends_at: int = 0
     made: int = 0
-    taken: int = -1
+    taken: float = -1
 
     def waits(self, now_s: float) -> tuple[float, float]:
         """Seconds to its first token, and for each further one, its last being there now."""
@@ -150,10 +157,10 @@ class _Server:
     now_s: float = 0.0
     began_s: float = 0.0
     num_steps: int = 0
-    made: int = 0
-    used_tokens: int = 0
-    taken_tokens: int = 0
-    cached_tokens: int = 0
+    made: float = 0
+    used_tokens: float = 0
+    taken_tokens: float = 0
+    cached_tokens: float = 0
     waiting: deque[_Request] = field(default_factory=deque)
     reading: list[_Request] = field(default_factory=list)
     decoding: list[tuple[int, int, _Request]] = field(default_factory=list)  # a heap
@@ -182,12 +189,12 @@ class _Server:
             self.waiting.popleft()
             request.read = request.cached
             if request.taken >= 0 and self.rules.keeps_blocks:
-                lost = self.taken_tokens - request.taken
+                lost = math.ceil(self.taken_tokens - request.taken)
                 request.read = max(request.read, request.prompt - max(1, lost))
             self._take(request.prompt)
             self.reading.append(request)
 
-    def _reserved(self, request: _Request) -> int:
+    def _reserved(self, request: _Request) -> float:
         """Tokens that running answers and that of `request` will still take, as far as counted.
 
         Source: SGLang 0.5.23 srt/managers/schedule_policy.py `PrefillAdder`, of requests that end
@@ -196,11 +203,12 @@ class _Server:
         most = self.rules.reserved_tokens
         if not most:
             return 0
-        running = (ends_at - self.num_steps for ends_at, _, _ in self.decoding)
+        accepted = self.rules.accepted
+        running = (accepted * (ends_at - self.num_steps) for ends_at, _, _ in self.decoding)
         begun = (each.output for each in (*self.reading, request))
         return sum(min(left, most) for left in itertools.chain(running, begun))
 
-    def _take(self, num_tokens: int) -> None:
+    def _take(self, num_tokens: float) -> None:
         self.used_tokens += num_tokens
         self.taken_tokens += num_tokens
 
@@ -251,9 +259,10 @@ class _Server:
         if decoding:
             free = self.rules.pool_tokens - self.used_tokens
             ends = self.decoding[0][0] - self.num_steps
-            chunks = min(chunks, ends, max(1, free // decoding))
+            chunks = min(chunks, ends, max(1, int(free // (decoding * self.rules.accepted))))
         before = request.read + (chunks - 1) * room / 2  # of the middle one
-        cached_tokens = self.cached_tokens + decoding * (chunks - 1) / 2 if decoding else 0
+        grown = decoding * self.rules.accepted * (chunks - 1) / 2
+        cached_tokens = self.cached_tokens + grown if decoding else 0
         step_s = self.seconds(
             Step(decoding, cached_tokens, decoding, room, room * (before + (room + 1) / 2))
         )
@@ -270,7 +279,8 @@ class _Server:
         if request.output <= 1:
             self.used_tokens -= request.prompt + 1
             return [request]
-        request.ends_at = self.num_steps + request.output - 1
+        request.began_at = self.num_steps
+        request.ends_at = self.num_steps + self.rules.steps(request.output - 1)
         self.cached_tokens += request.prompt + 1
         heapq.heappush(self.decoding, (request.ends_at, next(self.order), request))
         return []
@@ -280,7 +290,7 @@ class _Server:
         steps = self.decoding[0][0] - self.num_steps
         room = self.rules.pool_tokens - self.used_tokens
         if running > 1:
-            steps = min(steps, max(1, room // running))
+            steps = min(steps, max(1, int(room // (running * self.rules.accepted))))
         step_s = self._step_s(running, steps)
         ahead = int(self.rules.plans_ahead)
         if self.now_s + (steps - ahead) * step_s > until_s:
@@ -292,26 +302,31 @@ class _Server:
 
     def _step_s(self, running: int, steps: int) -> float:
         """Of the middle one of `steps`."""
-        cached = self.cached_tokens + running * (steps - 1) / 2
+        cached = self.cached_tokens + running * self.rules.accepted * (steps - 1) / 2
         return self.seconds(Step(running, cached, running))
 
     def _advance(self, steps: int) -> list[_Request]:
-        running = len(self.decoding)
+        tokens = steps * len(self.decoding) * self.rules.accepted
         self.num_steps += steps
-        self.made += steps * running
-        self.cached_tokens += steps * running
-        self._take(steps * running)
+        self.made += tokens
+        self.cached_tokens += tokens
+        self._take(tokens)
         done = []
         while self.decoding and self.decoding[0][0] <= self.num_steps:
             request = heapq.heappop(self.decoding)[2]
+            self.made -= self._answered(request) - request.output  # drafts beyond its end
             self._leave(request)
             done.append(request)
         return done
 
     def _leave(self, request: _Request) -> None:
-        context = request.prompt + request.output - (request.ends_at - self.num_steps)
+        context = request.prompt + self._answered(request)
         self.cached_tokens -= context
         self.used_tokens -= context
+
+    def _answered(self, request: _Request) -> float:
+        """Tokens of its answer, since it was last begun."""
+        return 1 + (self.num_steps - request.began_at) * self.rules.accepted
 
     def _make_room(self) -> None:
         """Put the latest sequence back where the pool is full: it is read anew.
@@ -325,10 +340,9 @@ class _Server:
             self.decoding.remove(entry)
             heapq.heapify(self.decoding)
             request = entry[2]
-            steps_left = request.ends_at - self.num_steps
             self._leave(request)
-            made = request.output - steps_left
-            request.prompt, request.output = request.prompt + made, steps_left
+            made = min(request.output - 1, round(self._answered(request)))
+            request.prompt, request.output = request.prompt + made, request.output - made
             request.made += made
             request.taken = self.taken_tokens
             self.waiting.appendleft(request)
@@ -370,13 +384,14 @@ def steady_token_s(rules: Rules, load: Load, seconds: Callable[[Step], float]) -
     others = running - 1 if rules.mixes else 0
     room = prompt if rules.whole_prompts else max(1, rules.max_step_tokens - others)
     chunks = -(-prompt // room)
-    others = min(others, (answer - 1) // chunks)  # the rest waits to be read
+    decoded = (answer - 1) / rules.accepted  # steps of an answer behind its first token
+    others = min(others, int(decoded) // chunks)  # the rest waits to be read
     chunk = prompt / chunks
     before = load.cached_prompt + (prompt - chunk) / 2  # of the middle one
     pairs = chunk * (before + (chunk + 1) / 2)
     steps = chunks if others else 1 + (chunks - 1) * rules.chunk_share
     read_s = steps * seconds(Step(others, others * cached, others + 1, round(chunk), pairs))
-    alone = max(0, answer - 1 - (running - 1) * chunks) if rules.mixes else answer - 1
+    alone = max(0, decoded - (running - 1) * chunks) if rules.mixes else decoded
     round_s = running * read_s + alone * seconds(Step(running, running * cached, running))
     return round_s / (running * answer)
 

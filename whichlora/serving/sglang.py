@@ -17,12 +17,12 @@ from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import HEAD_NODE, NODES, nodes_note, shell_command
 from whichlora.serving.drafts import (
+    ACCEPTED,
     NOTE,
     UNTIMED,
+    acceptance_option,
+    accepted_tokens,
     check_drafts,
-    has_draft_layer,
-    joint_entry,
-    with_draft_layers,
 )
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import EAGER_LAUNCH_S, FIRST_MARLIN_ROWS, TOKENIZED_S
@@ -32,9 +32,7 @@ from whichlora.serving.other_flags import (
     BESIDE_ENCODERS,
     CAPTURED_SIZES,
     DENSE_RANKS,
-    DRAFT,
     HOST_WEIGHTS,
-    NO_NUMBER,
     OF_A_SERVER,
     REDUNDANT_EXPERTS,
     REPLICAS,
@@ -62,6 +60,21 @@ from whichlora.serving.rank import (
     with_aligned_experts,
 )
 from whichlora.serving.segments import UNUSED_SEGMENTS, unused_bytes
+from whichlora.serving.sglang_drafts import (
+    ALGORITHMS,
+    CHOICES,
+    DRAFTER,
+    DRAFTS,
+    QUERIES,
+    STEPS,
+    asked_drafts,
+    check_choices,
+    counts_drafts,
+    drafter_of,
+    has_drafts,
+    pooled,
+)
+from whichlora.serving.sglang_drafts import held_entries as draft_weights
 from whichlora.serving.sglang_log import LOG
 from whichlora.serving.sglang_share import (
     COPIES,
@@ -109,8 +122,8 @@ RESERVED_TOKENS = 4096
 FIRST_START = "0.1.17"  # of `benchmarks/serving_starts.csv`
 COPIES_SINCE = "0.5.22"  # whose help has a flag for groups; srt/arg_groups/fields/parallel.py
 GRAPH_FLAGS_SINCE = "0.5.16"  # whose help has a flag for graphs of each phase
+UNCOUNTED = "what drafts takes memory beside the pool, which this release does not leave for it"
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
-DRAFTS = "speculative_algorithm"
 DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
 
 # The oldest cards that have kernels for quantised weights. Source: `get_min_capability` of SGLang
@@ -278,7 +291,7 @@ def start(served: Served) -> Start:
     Source: SGLang 0.5.23 `KVCacheConfigurator`: `_profile_available_bytes`,
     `_apply_token_constraints`; logs of 0.4 and 0.5.
     """
-    served = with_draft_layers(served) if served.options[DRAFTS] else served
+    served = pooled(served)
     page = page_size(served)
     free_before, share = free_bytes(served), mem_fraction_static(served)
     budget = int(share * free_before)
@@ -289,8 +302,9 @@ def start(served: Served) -> Start:
     states = [_state_bytes(served, rank) for rank in ranks]
     room_before = budget - max(sum(entry.num_bytes for entry in entries) for entries in held)
     num_states = _num_states(served, room_before, max(states))
+    drafted = _drafted_states(served, num_states)
     for entries, state in zip(held, states, strict=True):
-        entries += [Entry(RECURRENT_STATES, (num_states + 1) * state)] if state else []
+        entries += [Entry(RECURRENT_STATES, (num_states + 1 + drafted) * state)] if state else []
     taken = [sum(entry.num_bytes for entry in entries) for entries in held]
     blocks = [token_bytes(served, rank) * page for rank in ranks]
     room, widest = budget - max(taken), max(blocks)
@@ -344,7 +358,8 @@ def _untimed(served: Served) -> str:
     """Why steps are not predicted; empty where they are."""
     if copies(served) > 1 and (served.count(STAGES) or 1) > 1:
         return f"steps of {COPIES} beside {STAGES} are not predicted"
-    return UNTIMED if served.options[DRAFTS] else ""
+    drafts = asked_drafts(served)
+    return UNTIMED if drafts and not accepted_tokens(served, drafts) else ""
 
 
 def stage_layers(served: Served) -> tuple[int, ...]:
@@ -365,7 +380,7 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     entries = held_entries(served, stored, rotary_element_bytes=4)
     unused = unused_bytes(stored, served.dtypes, expandable=served.run.expandable_segments)
     entries.append(Entry(UNUSED_SEGMENTS, unused))
-    entries += [joint_entry(served)] if served.options[DRAFTS] else []
+    entries += draft_weights(served, _attention_ranks(served))
     return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
 
 
@@ -392,6 +407,23 @@ def _states_each(served: Served) -> int:
     return 1 if served.options["disable_radix_cache"] else 3
 
 
+def _drafted_states(served: Served, num_states: int) -> int:
+    """States of tokens that a step verifies: so many for each sequence that runs, and for padding.
+
+    Kind: exact since 0.5.14; before, of all that may run. Source: SGLang 0.5.23
+    srt/mem_cache/kv_cache_configurator.py:3319, 0.5.8
+    srt/model_executor/model_runner_kv_cache_mixin.py `handle_max_mamba_cache`; a log of 0.5.17 has
+    30 for 43 states and 6 tokens.
+    """
+    drafts = asked_drafts(served)
+    if drafts is None:
+        return 0
+    running = (served.count("max_running_requests") or DRAFTED_REQUESTS) // copies(served)
+    if counts_drafts(served):
+        return drafts.queries * (min(max(1, running), num_states // _states_each(served)) + 1)
+    return drafts.queries * running
+
+
 def _num_states(served: Served, room: int, state_bytes: int) -> int:
     """How many sequences have a state; one more state is padding.
 
@@ -407,7 +439,13 @@ def _num_states(served: Served, room: int, state_bytes: int) -> int:
         return stated
     ratio = served.options["mamba_full_memory_ratio"]
     assert isinstance(ratio, float)
-    return max(0, int(room * ratio / (1 + ratio)) // state_bytes - 1)
+    of_states, drafts = int(room * ratio / (1 + ratio)), asked_drafts(served)
+    if drafts and counts_drafts(served):  # those of drafts are among them
+        of_states -= state_bytes * (1 + drafts.queries)
+        return max(0, int(of_states // (state_bytes * (1 + drafts.queries / _states_each(served)))))
+    if drafts:
+        of_states = int((room - _drafted_states(served, 0) * state_bytes) * ratio / (1 + ratio))
+    return max(0, of_states // state_bytes - 1)
 
 
 def _keeps_prefixes(served: Served) -> bool:
@@ -436,7 +474,7 @@ def stepping(served: Served) -> Stepping:
     SGLang 0.5.23 srt/managers/scheduler.py `get_next_batch_to_run`, `event_loop_overlap`; 0.4.6
     layers/quantization/gptq.py, which takes vLLM's kernel for experts.
     """
-    is_eager = bool(served.options["disable_cuda_graph"])
+    is_eager, drafts = bool(served.options["disable_cuda_graph"]), asked_drafts(served)
     return Stepping(
         ranks=_attention_ranks(served),
         experts=expert_ranks(served),
@@ -455,6 +493,8 @@ def stepping(served: Served) -> Stepping:
         tokenized_s=TOKENIZED_S,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("sglang", "0.4.7") else None,
         stage_layers=stage_layers(served) if (served.count(STAGES) or 1) > 1 else (),
+        drafts=drafts,
+        accepted=accepted_tokens(served, drafts) or 1.0,
     )
 
 
@@ -481,8 +521,8 @@ def check(served: Served) -> None:
         check_named_cache(served)
     check_sparse(served)
     _check_pages(served)
-    if served.options[DRAFTS]:
-        check_drafts(served, DRAFTS, served.count(STAGES) or 1)
+    check_drafts(served, DRAFTS, asked_drafts(served), served.count(STAGES) or 1)
+    check_choices(served)
     _check_experts(served)
     check_ranks(served, RANKS, STAGES, ranks=_attention_ranks(served))
     check_stages(served, STAGES)
@@ -543,7 +583,7 @@ def command(served: Served) -> str:
         groups = "--dp-size {} --enable-dp-attention"
     flags: tuple[str, ...] = ()
     if served.nodes > 1:
-        flags = (f"--nnodes {served.nodes} --node-rank 0 --dist-init-addr {HEAD_NODE}:5000",)
+        flags += (f"--nnodes {served.nodes} --node-rank 0 --dist-init-addr {HEAD_NODE}:5000",)
     return shell_command(
         served,
         "python -m sglang.launch_server --model-path",
@@ -551,6 +591,7 @@ def command(served: Served) -> str:
         flags=flags,
         disable_cuda_graph=graphs,
         attn_dp_size=groups,
+        **{ACCEPTED: ""},
     )
 
 
@@ -579,7 +620,8 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
         lines += positions_note(served, "sglang warns" if _takes_longer(served) else warns)
     lines += stage_notes(start, stage_layers(served), STAGES)
     lines += [nodes_note(served, "", "--node-rank")] if served.nodes > 1 else []
-    lines += [NOTE] if served.options[DRAFTS] else []
+    if (drafts := asked_drafts(served)) and drafts.passes:
+        lines.append(NOTE if counts_drafts(served) else UNCOUNTED)
     lines += known_note(served)
     lines += release_note(served, first_start=FIRST_START)
     if start.copies == 1 and (ranks := served.count(RANKS) or 1) > 1:
@@ -683,11 +725,23 @@ ENGINE = Engine(
         ),
         Option(
             name=DRAFTS,
-            summary="drafts by a layer of the model",
+            summary="drafts, by a layer of the model or another one",
             default=None,
             kind=str,
-            choices=("EAGLE", "NEXTN"),
+            choices=ALGORITHMS,
+            choices_since={"STANDALONE": "0.5.3", "NGRAM": "0.5.4"},
         ),
+        Option(
+            name=DRAFTER,
+            summary="another model that drafts",
+            default=None,
+            kind=str,
+            other_names=("speculative_draft_model",),
+        ),
+        Option(name=STEPS, summary="passes of what drafts for one step", default=None),
+        Option(name=CHOICES, summary="branches of a draft", default=None),
+        Option(name=QUERIES, summary="tokens of a sequence that a step verifies", default=None),
+        acceptance_option(),
         Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
         Option(
@@ -696,7 +750,9 @@ ENGINE = Engine(
     ),
     spread_by=NODES,
     drafted_by=DRAFTS,
-    has_drafts=has_draft_layer,
+    has_drafts=has_drafts,
+    drafter_of=drafter_of,
+    drafting=(DRAFTER, STEPS, CHOICES, QUERIES, ACCEPTED),
     shared_by=RANKS,
     staged_by=STAGES,
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
@@ -718,12 +774,7 @@ ENGINE = Engine(
     | dict.fromkeys(("moe_a2a_backend", "deepep_mode"), ALL_TO_ALL)
     | dict.fromkeys(("moe_dense_tp_size", "enable_dp_lm_head", "moe_dp_size"), DENSE_RANKS)
     | dict.fromkeys(("ep_num_redundant_experts", "enable_eplb"), REDUNDANT_EXPERTS)
-    | {"speculative_draft_model_path": DRAFT}
     | dict.fromkeys(("language_only", "encoder_urls"), BESIDE_ENCODERS)
-    | dict.fromkeys(
-        ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
-        NO_NUMBER,
-    )
     | dict.fromkeys(("cuda_graph_max_bs", "cuda_graph_bs"), CAPTURED_SIZES)
     | {"cpu_offload_gb": HOST_WEIGHTS},
     set_aside=frozenset(("moe_a2a_backend", "deepep_mode", "cuda_graph_max_bs", "cuda_graph_bs")),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from whichlora.families.multimodal import vision_config
 from whichlora.serving.base import Served
 from whichlora.serving.rank import has_latents
+from whichlora.serving.sglang_drafts import reserved_gib
 from whichlora.units import GiB, MiB
 
 RANKS, STAGES = "tp_size", "pp_size"
@@ -141,6 +142,7 @@ def mem_fraction_static(served: Served) -> float:
     else:
         by_card = _is_before(served, "0.5.3")
         reserved_mib = _card_mib(total_mib, gpus) if by_card else _step_mib(served, gpus)
+        reserved_mib += 1024 * reserved_gib(served)
         share = round((total_mib - reserved_mib) / total_mib, 3)
     return share * _beside_images(served)
 

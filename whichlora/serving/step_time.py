@@ -44,6 +44,7 @@ from whichlora.timing.model import product_rate, tiled_multiprocessors
 from whichlora.timing.products import idle_flops
 
 if TYPE_CHECKING:
+    from whichlora.serving.draft_time import DraftingTimer
     from whichlora.serving.hosted_time import HostedTimer
     from whichlora.serving.pipeline_time import PipelineTimer
 
@@ -176,6 +177,8 @@ class StepTimer:
         few_rate: FLOP/s of products of at most `KernelRates.few_rows` rows.
         launches_s: what the host takes to launch a step that no graph captures.
         deviation: of the log of a step's time.
+        queries: tokens of a decoding sequence in a step, drafts among them.
+        samples_all: the next token of each of them is chosen, not of the last one alone.
     """
 
     products: tuple[_Product, ...]
@@ -197,6 +200,8 @@ class StepTimer:
     stepping: Stepping
     launches_s: float
     deviation: float
+    queries: int = 1
+    samples_all: bool = True
     _by_tokens: dict[int, tuple[float, float, float, float, int]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -217,13 +222,14 @@ class StepTimer:
 
     def _seconds(self, step: Step) -> tuple[float, float, float, float, float, float]:
         decoding, cached_tokens, sampled, prompt_tokens, prompt_pairs = step
-        tokens = decoding + prompt_tokens
+        tokens = self.queries * decoding + prompt_tokens
         if tokens not in self._by_tokens:
             self._by_tokens[tokens] = self._of_tokens(tokens)
         kernels, products, moved, communication, passes = self._by_tokens[tokens]
-        if sampled not in self._by_sampled:
-            self._by_sampled[sampled] = self._of_sampled(sampled)
-        head, moved_logits = self._by_sampled[sampled]
+        chosen = sampled + (self.queries - 1) * decoding * self.samples_all
+        if chosen not in self._by_sampled:
+            self._by_sampled[chosen] = self._of_sampled(chosen)
+        head, moved_logits = self._by_sampled[chosen]
         rates, attention = self.rates, 0.0
         if decoding:
             kernels += passes * self.num_attentions * rates.attention_s
@@ -231,7 +237,9 @@ class StepTimer:
                 cached = cached_tokens
                 if same.window is not None:
                     cached = min(cached, decoding * same.window)
-                attention += cached * same.cached_s + decoding * same.decoding_s
+                if same.window == 1:  # a state, which each token reads and writes
+                    cached *= self.queries
+                attention += cached * same.cached_s + self.queries * decoding * same.decoding_s
         if prompt_tokens:
             kernels += passes * self.num_attentions * rates.prefill_attention_s
             for same in self.attentions:
@@ -354,7 +362,9 @@ class Service:
 
     start: Start
     starts: dict[Hashable, Start] = field(default_factory=dict)
-    timers: dict[Stepping, StepTimer | PipelineTimer | HostedTimer] = field(default_factory=dict)
+    timers: dict[Stepping, StepTimer | PipelineTimer | HostedTimer | DraftingTimer] = field(
+        default_factory=dict
+    )
 
 
 def _joined(linears: Sequence[Linear], joins: bool = True) -> Iterator[tuple[Linear, ...]]:
@@ -606,6 +616,12 @@ def _product_of(
         row_s=row_s,
         code_blocks=blocks,
     )
+
+
+def joined_product(linear: Linear, served: Served, stepping: Stepping) -> _Product:
+    """`linear` of one layer, as a kernel of its own."""
+    rates = kernel_rates(served.gpu)
+    return _product_of((linear,), 1, served, rates, stepping)
 
 
 def _of_experts(

@@ -5,14 +5,21 @@ Read in vLLM 0.33.0, and where a release is named in 0.6.6, 0.8.5, 0.11.0, 0.20.
 
 from __future__ import annotations
 
-import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Engine, Served, Start, Stepping
 from whichlora.serving.command import HEAD_NODE, NODES, nodes_note, shell_command
-from whichlora.serving.drafts import NOTE, check_drafts, has_draft_layer
+from whichlora.serving.drafts import (
+    ACCEPTED,
+    NOTE,
+    acceptance_option,
+    accepted_tokens,
+    check_drafts,
+    has_draft_layer,
+)
 from whichlora.serving.expert_ranks import check_experts
 from whichlora.serving.kernel_rates import (
     EAGER_LAUNCH_S,
@@ -61,6 +68,7 @@ from whichlora.serving.vllm_settings import (
     LOADED_AS_NF4,
     LONGER,
     LORA_RANKS,
+    METHODS,
     MODE,
     MOST_CAPTURED_TOKENS,
     PARTITION,
@@ -75,9 +83,11 @@ from whichlora.serving.vllm_settings import (
     STATED_YARN_SINCE,
     STATES_SINCE,
     WHOLE_EXPERTS,
+    asked_drafts,
     block_size_of,
     cache_bytes,
     capability,
+    draft_settings,
     expert_ranks,
     keeps_prefixes,
     lora_slots,
@@ -105,7 +115,7 @@ from whichlora.serving.widths import check_widths
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import has_fp8_blocks
 from whichlora.spec.numeric import ceil_div
-from whichlora.spec.options import Option
+from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.spec.versions import Libraries
 from whichlora.spec.words import alternatives
@@ -113,7 +123,6 @@ from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.serving_work import VLLM_CAPTURED_TOKENS
 from whichlora.units import format_bytes
 
-DRAFT_METHODS = ("mtp", "deepseek_mtp")
 # What the host does between two steps. Kind: fitted, to published speeds of one
 # sequence on an A100 (Qwen2 under 0.4.2, Qwen2.5 under 0.6.3), and to four sequences of a 70B on
 # two to eight H100 and H200 (0.11). What it does for each sequence: estimate; before 0.6, which
@@ -241,7 +250,7 @@ def stepping(served: Served) -> Stepping:
     is_eager = bool(served.options["enforce_eager"]) or beyond
     is_first_awq = served.run.quant == "awq-int4" and served.libraries.older("vllm", "0.5.4")
     step_s = served.libraries.value_of("vllm", HOST_S)
-    ranks, layers = served.count(RANKS) or 1, stage_layers(served)
+    ranks, layers, drafts = served.count(RANKS) or 1, stage_layers(served), asked_drafts(served)
     if ranks > 1 and served.libraries.older("vllm", "0.4.3"):
         step_s += SCHEDULED_RANKS_S
     return Stepping(
@@ -273,6 +282,8 @@ def stepping(served: Served) -> Stepping:
         front_s=FRONT_S,
         tokenized_s=TOKENIZED_S,
         plans_ahead=plans_ahead(served) and len(layers) == 1,
+        drafts=drafts,
+        accepted=accepted_tokens(served, drafts) or 1.0,
     )
 
 
@@ -497,20 +508,34 @@ def _check_values(served: Served) -> None:
 
 
 def _check_drafts(served: Served) -> None:
-    """Refuse drafts but those of a layer of the model."""
-    stated = served.options[DRAFTS]
-    if stated is None:
+    """Refuse drafts that are not predicted.
+
+    Source: vLLM 0.33.0 config/speculative.py:1849 `_verify_and_get_draft_tp`.
+    """
+    drafts, ranks = asked_drafts(served), served.count(RANKS) or 1
+    check_drafts(served, DRAFTS, drafts, served.count(STAGES) or 1)
+    if drafts is None:
         return
-    try:
-        asked = json.loads(str(stated))
-    except ValueError:
-        asked = None
-    if not isinstance(asked, dict) or asked.get("method") not in DRAFT_METHODS:
+    own = draft_settings(str(served.options[DRAFTS])).get("draft_tensor_parallel_size", ranks)
+    if own != ranks:
         raise ConfigError(
-            f"{DRAFTS}: {str(stated)!r} is not predicted; accepted is "
-            '{"method": "mtp", "num_speculative_tokens": 1}, or leave it out'
+            f"{DRAFTS}: draft_tensor_parallel_size {own} is not predicted beside {RANKS} {ranks}; "
+            "leave it out"
         )
-    check_drafts(served, DRAFTS, served.count(STAGES) or 1)
+
+
+def _has_drafts(model: ModelSpec, options: Mapping[str, OptionValue]) -> bool:
+    """Whether the drafts that `options` ask for are predicted of `model`."""
+    method = draft_settings(str(options[DRAFTS])).get("method")
+    by = METHODS.get(str(method))
+    return by is not None and (by != "layer" or has_draft_layer(model))
+
+
+def _drafter_of(options: Mapping[str, OptionValue]) -> str:
+    """The model that drafts, where it is another one."""
+    asked = draft_settings(str(options[DRAFTS])) if options.get(DRAFTS) else {}
+    by = METHODS.get(str(asked.get("method")))
+    return str(asked.get("model", "")) if by in ("eagle", "eagle3", "model") else ""
 
 
 def _check_adapters(served: Served) -> None:
@@ -569,7 +594,7 @@ def command(served: Served) -> str:
         flags=tuple(flags),
         num_redundant_experts=f"--enable-eplb --{redundant} {{}}",
         restarted="",
-        **{PARTITION: ""},
+        **{PARTITION: "", ACCEPTED: ""},
     )
 
 
@@ -607,7 +632,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     if slots and not lora_slots(served)[0]:
         lines.append(f"{' and '.join(slots)}: without enable_lora there are no slots for adapters")
     lines += _nodes_notes(served)
-    lines += [NOTE] if served.options[DRAFTS] else []
+    lines += [NOTE] if (drafts := asked_drafts(served)) and drafts.passes else []
     if multiplies_by_triton(served):
         lines.append(
             "experts in mxfp4 have Triton's kernels; without the package triton_kernels vllm takes "
@@ -730,11 +755,12 @@ ENGINE = Engine(
         ),
         Option(
             name=DRAFTS,
-            summary='drafts by a layer of the model: {"method": "mtp", ...}',
+            summary='drafts, by a layer of the model or another one: {"method": "mtp", ...}',
             default=None,
             kind=str,
             since="0.8.2",
         ),
+        acceptance_option(),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
         Option(
             name=RESTARTED,
@@ -795,7 +821,10 @@ ENGINE = Engine(
     copied_by=COPIES,
     spread_by=NODES,
     drafted_by=DRAFTS,
-    has_drafts=has_draft_layer,
+    has_drafts=_has_drafts,
+    drafter_of=_drafter_of,
+    divides_joint=True,
+    drafting=(ACCEPTED,),
     bounded_by=SEQUENCES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,

@@ -105,3 +105,11 @@ WORKSPACE = Fact(
     "layers/sparse_attn_indexer.py:484, v1/attention/backends/mla/flashmla_sparse.py:793, "
     "fused_moe/modular_kernel.py:1207",
 )
+DRAFT_BUFFERS = Fact(
+    part="temporary",
+    what="states and rows of tokens that what drafts reads",
+    shape="2 x [max_num_batched_tokens, hidden_size]",
+    dtype="compute_bytes",
+    why="CUDA graphs of what drafts read them at fixed places",
+    source="vLLM 0.33.0 v1/spec_decode/llm_base_proposer.py:211, :245",
+)

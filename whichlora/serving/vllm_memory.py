@@ -12,7 +12,7 @@ from whichlora.memory.mxfp4 import BLOCK
 from whichlora.parallel.communicators import communicator_bytes, is_joined
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
-from whichlora.serving.drafts import UNTIMED, joint_entry, with_draft_layers
+from whichlora.serving.drafts import UNTIMED, accepted_tokens, draft_entries, with_drafts
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
@@ -53,6 +53,7 @@ from whichlora.serving.vllm_compiled import trial_entries
 from whichlora.serving.vllm_entries import (
     COMMUNICATOR,
     COUNTS,
+    DRAFT_BUFFERS,
     EXPANDED,
     GRAPHS,
     HOST,
@@ -68,7 +69,6 @@ from whichlora.serving.vllm_reserved import UNUSED_PASS, reserved_bytes
 from whichlora.serving.vllm_settings import (
     CAPTURED,
     COPIES,
-    DRAFTS,
     LOADED_AS_NF4,
     LONGER,
     MODE,
@@ -80,9 +80,11 @@ from whichlora.serving.vllm_settings import (
     SEQUENCES,
     STAGES,
     STATED_YARN_SINCE,
+    asked_drafts,
     block_size_of,
     cache_bytes,
     capability,
+    drafted_tokens,
     expert_ranks,
     has_newer_runner,
     has_states,
@@ -133,6 +135,19 @@ NEWER_LOGIT_BYTES = (
     ("0.28", PLAIN_LOGIT_BYTES),
     ("0.33", MASKED_LOGIT_BYTES),
 )
+# Bytes per logit of the older runner's profile where tokens are drafted: one draft and one more
+# token of each sequence in 16 bit, the latter's once more, as fp32, and as fp32 that are kept;
+# drafts' as fp32, a copy of them (0.16), what a sort makes of it (before 0.17), probabilities, and
+# noise with its inverse (0.18). Kind: exact for the releases named; between them as of the earlier.
+# Source: `RejectionSampler.forward` and `sample_recovered_tokens` of vLLM 0.13.0, 0.16.0, 0.18.0
+# and 0.20.0 v1/sample/rejection_sampler.py, `_dummy_sampler_run` of v1/worker/gpu_model_runner.py.
+DRAFTED_LOGIT_BYTES = (
+    ("0", SORTED_LOGIT_BYTES),
+    ("0.13", 4 + 2 + 4 + 4 + 32),
+    ("0.16", 4 + 2 + 4 + 4 + 4 + 32),
+    ("0.17", 4 + 2 + 4 + 4 + 4 + 4 + 4),
+    ("0.18", 4 + 2 + 4 + 4 + 4 + 4 + 4 + 4),
+)
 # Kernels that a first forward loads, and what libraries allocate by themselves. Kind: estimate.
 # Source: nine published logs that state `non_torch_memory` of one GPU, 0.02 to 0.12 GiB; median.
 KERNELS_BYTES = 72 * MiB
@@ -174,7 +189,7 @@ def start(served: Served) -> Start:
     Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
     `request_memory`, v1/worker/utils.py:716.
     """
-    as_asked, served = served, with_draft_layers(served) if served.options[DRAFTS] else served
+    as_asked, served = served, with_drafts(served, asked_drafts(served))
     starts = starts_of_stages(served)
     started = _within_one_stage(served, starts, fullest(starts, STAGES))
     if not is_of_context(served):
@@ -251,7 +266,8 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
     slots = _slots(served, stage.part)
     missed = sum(slots) if _misses_slots(served) else 0
     entries = _loaded(served, rank, () if missed else slots)
-    entries += [joint_entry(served)] if served.options[DRAFTS] else []
+    if drafts := asked_drafts(served):
+        entries += draft_entries(served, drafts, served.count(RANKS) or 1)
     entries += _resident(served, stage)
     passing, staying = _profiled(served, rank)
     entries += [*passing, *staying]
@@ -345,7 +361,8 @@ def _untimed(served: Served) -> str:
     """Why steps are not predicted; empty where they are."""
     if (served.count(COPIES) or 1) > 1 and (served.count(STAGES) or 1) > 1:
         return f"steps of {COPIES} beside {STAGES} are not predicted"
-    return UNTIMED if served.options[DRAFTS] else ""
+    drafts = asked_drafts(served)
+    return UNTIMED if drafts and not accepted_tokens(served, drafts) else ""
 
 
 def _loaded(served: Served, rank: ModelSpec, slots: tuple[int, ...]) -> list[Entry]:
@@ -524,6 +541,10 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
         entries += [Entry(COMMUNICATOR, buffers)] if buffers else []
     if ranks > 1 and (kept_bytes := _kept_bytes(served, stage)):
         entries.append(Entry(KEPT, kept_bytes))
+    drafts = asked_drafts(served)
+    if drafts and drafts.passes:
+        states = max_num_batched_tokens(served) * served.model.hidden_size
+        entries.append(Entry(DRAFT_BUFFERS, 2 * states * served.dtypes.compute_bytes))
     received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
     entries += [Entry(RECEIVED, received)] if received else []
     if has_states(served) and _profiles_graphs(served) and capability(served) >= 10.0:
@@ -687,6 +708,8 @@ def _logit_bytes(served: Served) -> int:
     if _sorts_narrow(served):
         return NARROW_SORTED_LOGIT_BYTES
     # FlashInfer's sampler masks, too, where it is installed
+    if asked_drafts(served):
+        return libraries.value_of("vllm", DRAFTED_LOGIT_BYTES)
     sorts = libraries.older("vllm", MASKED_SINCE) and libraries.older("flashinfer", "0.0.1")
     return SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES
 
@@ -713,7 +736,8 @@ def graph_bytes(served: Served, rank: ModelSpec) -> int:
     """
     if served.options["enforce_eager"]:
         return 0
-    libraries, running = served.libraries, max_num_seqs(served)
+    libraries = served.libraries
+    running = max_num_seqs(served) * (1 + drafted_tokens(served))  # tokens of a step
     most = served.count(CAPTURED) or min(2 * running, MOST_CAPTURED_TOKENS)
     most = min(most, max_num_batched_tokens(served))
     step = 8 if libraries.older("vllm", "0.15") else 16
@@ -747,15 +771,16 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
 
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     """How the pool of one rank is divided into blocks."""
-    whole_model = cached_layers(as_cached(served, _rank_of(served, served.model)))
+    drafted = drafted_tokens(served)
+    whole_model = cached_layers(as_cached(served, _rank_of(served, served.model)), drafted)
     return blocks(
         whole_model,
         block_size=block_size_of(served),
         element_bytes=cache_bytes(served),
         tokens_in_flight=_steps_in_flight(served) * max_num_batched_tokens(served),
-        part=cached_layers(as_cached(served, rank)),
+        part=cached_layers(as_cached(served, rank), drafted),
         state_bytes=served.dtypes.compute_bytes,
-        states_kept=2 if keeps_prefixes(served) else 1,
+        states_kept=(2 if keeps_prefixes(served) else 1) + drafted,
     )
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
+from typing import Any
+
+from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
 from whichlora.serving.block_groups import cached_layers
+from whichlora.serving.drafted import DraftedBy, Drafts
 from whichlora.serving.expert_ranks import ExpertRanks
 from whichlora.serving.unified_memory import is_unified
 from whichlora.serving.vllm_sparse import BLOCK_SIZE, PACKED, cache_dtype
@@ -17,9 +23,9 @@ CAPTURED, MODE, AHEAD = "max_cudagraph_capture_size", "performance_mode", "async
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # a variable of the shell
 POOL_BYTES, POOL_BLOCKS = "kv_cache_memory_bytes", "num_gpu_blocks_override"
 RESTARTED = "restarted"  # our own: no flag of vLLM says it
-# Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
+# Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.26.0, and are
 # not in 0.25.0. config/model.py.
-STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
+STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.26"
 OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
@@ -34,6 +40,18 @@ LONGER = "rope scaling in --hf-overrides, or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
 CAPPED_SINCE = "0.9"  # before which the default of max_num_seqs is above max_num_batched_tokens
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
+# Methods of `speculative_config`: what drafts. Names before 0.12 and of one model are kept for mtp.
+# Source: vLLM 0.33.0 config/speculative.py:40-87, :1318.
+METHODS: dict[str, DraftedBy] = {
+    **dict.fromkeys(("mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"), "layer"),
+    **dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "ernie_mtp"), "layer"),
+    **dict.fromkeys(("ngram", "ngram_gpu", "suffix"), "text"),
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "draft_model": "model",
+}
+DRAFTS_EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 1}'
+SERIAL_DRAFTS = ("ngram", "suffix")  # beside which no step is planned ahead; config/vllm.py:809
 # Model types that the newer model runner serves by default since 0.24; other dense models since
 # 0.25, all since 0.29. Source: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of config/vllm.py in 0.24.0,
 # and `_is_default_v2_model_runner_model` in 0.25.1 to 0.28.0, which 0.29.0 has no more.
@@ -100,9 +118,79 @@ def _mode_factor(served: Served) -> int:
 
 
 def plans_ahead(served: Served) -> bool:
-    """Whether a step is planned while another runs: the default since 0.14."""
-    stated = served.options[AHEAD]
-    return not served.libraries.older("vllm", "0.14") if stated is None else bool(stated)
+    """Whether a step is planned while another runs: the default since 0.14, but for some drafts.
+
+    Kind: exact. Source: `SERIAL_DRAFTS`; of a draft model since 0.16.0 config/vllm.py:621.
+    """
+    stated, asked = served.options[AHEAD], served.options[DRAFTS]
+    if stated is not None:
+        return bool(stated)
+    method = draft_settings(str(asked)).get("method") if asked else None
+    is_serial = method in SERIAL_DRAFTS or (
+        method == "draft_model" and served.libraries.older("vllm", "0.16")
+    )
+    return not (is_serial or served.libraries.older("vllm", "0.14"))
+
+
+@lru_cache(maxsize=64)
+def draft_settings(stated: str) -> dict[str, Any]:
+    """`speculative_config` as it was given, with its method.
+
+    Without one a model's name tells it. Source: vLLM 0.33.0 config/speculative.py:1418-1424.
+
+    Raises:
+        ConfigError: one line.
+    """
+    try:
+        asked = json.loads(stated)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict):
+        raise ConfigError(f"{DRAFTS}: {stated!r} is no JSON object; give {DRAFTS_EXAMPLE}")
+    name = str(asked.get("model", "")).lower()
+    if "method" not in asked and name:
+        by_name = {"eagle3": "eagle3", "eagle-": "eagle"}
+        asked["method"] = next((by_name[each] for each in by_name if each in name), "draft_model")
+    return asked
+
+
+def asked_drafts(served: Served) -> Drafts | None:
+    """How tokens are drafted; None where they are not.
+
+    Kind: exact. Source: vLLM 0.33.0 config/speculative.py:1584-1620.
+
+    Raises:
+        ConfigError: one line.
+    """
+    stated = served.options[DRAFTS]
+    return None if stated is None else _drafts(str(stated))
+
+
+@lru_cache(maxsize=64)
+def _drafts(stated: str) -> Drafts:
+    asked = draft_settings(stated)
+    method, tokens = asked.get("method"), asked.get("num_speculative_tokens")
+    if method not in METHODS:
+        raise ConfigError(
+            f"{DRAFTS}: {stated!r} is not predicted; accepted are the methods mtp, eagle3, eagle, "
+            f"draft_model, ngram and suffix, such as {DRAFTS_EXAMPLE}"
+        )
+    by = METHODS[str(method)]
+    if tokens is None and by == "layer":
+        tokens = 1  # as many as layers, of which each model that is predicted has one
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ConfigError(
+            f"{DRAFTS}: num_speculative_tokens is {tokens!r}; give a whole number of 1 or more"
+        )
+    if asked.get("parallel_drafting"):
+        raise ConfigError(f"{DRAFTS}: parallel_drafting is not predicted; leave it out")
+    return Drafts(by=by, tokens=tokens, passes=0 if by == "text" else tokens, queries=tokens + 1)
+
+
+def drafted_tokens(served: Served) -> int:
+    """Tokens that are drafted for a sequence; 0 where none are."""
+    drafts = asked_drafts(served)
+    return drafts.tokens if drafts else 0
 
 
 def _is_large(served: Served) -> bool:

@@ -205,6 +205,7 @@ class ModelSpec:
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
         tower: what turns images into vectors, where the family describes its blocks.
         started_tower: so it does for an engine that starts with it, whose requests are texts.
+        drafter: another model that drafts tokens for it, where an engine is asked to start with it.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
         positions_of_padding: first rows of its table of positions, which no token looks up.
         max_position_embeddings: of two stacks, positions that both have; max_prompt_positions:
@@ -260,6 +261,7 @@ class ModelSpec:
     unloaded_params: int = 0
     tower: Tower | None = None
     started_tower: Tower | None = None
+    drafter: ModelSpec | None = None
     buffer_bytes: int = 0
     embedding_dropouts: tuple[int, ...] = ()
     final_dropouts: tuple[int, ...] = ()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from whichlora import families
 from whichlora.errors import ConfigError
+from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.options import OptionValue, by_own_names
+from whichlora.spec.run import RunConfig
 from whichlora.store.jsonfiles import read_object
 from whichlora.store.models import find_copy, find_model, near_matches, refuse_copy, resolve_name
 from whichlora.store.online import why_offline
@@ -54,6 +57,29 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
         return packaged
     file_type = _TYPE_OF_TAG if _TAG.fullmatch(asked.strip()) else ""
     return replace(packaged, notes=(note, *packaged.notes), file_type=file_type)
+
+
+def load_model_of(run: RunConfig) -> ModelSpec:
+    """The model of `run`, with another one that drafts for it where its engine is asked so.
+
+    Raises:
+        ConfigError, DataFileError: as `load_model`, of each.
+    """
+    return with_drafter(load_model(run.model), run.serving, run.serving_options)
+
+
+def with_drafter(
+    model: ModelSpec, serving: str, options: Iterable[tuple[str, OptionValue]]
+) -> ModelSpec:
+    """`model`, with another one that drafts for it where an engine is asked so by `options`."""
+    engine = get_engine(serving)
+    name = engine.drafter_of(dict(by_own_names(engine.options, options)))
+    if not name:
+        return model
+    try:
+        return replace(model, drafter=load_model(name))
+    except ConfigError as error:
+        raise ConfigError(f"{engine.drafted_by}: {error}") from None
 
 
 def _load_other(name: str, *, offline: bool) -> ModelSpec:

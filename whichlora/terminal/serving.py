@@ -24,6 +24,7 @@ _PARTS = {
     "elementwise": "norms, activations, sampling",
     "kernels": "starting kernels on the GPU",
     "communication": "adding up between GPUs",
+    "drafts": "drafting the next tokens",
     "sends": "sending states to the next stage",
     "pipeline_idle": "waiting for the slowest stage",
     "engine": "the engine's host",

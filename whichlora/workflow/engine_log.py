@@ -24,7 +24,7 @@ from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.results import Measurement, Outcome
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
-from whichlora.store.hub import load_model
+from whichlora.store.hub import load_model, load_model_of
 from whichlora.store.jsonfiles import check_plain_file
 from whichlora.store.measurements import LOG_ID, MeasurementLog, record_ids
 from whichlora.store.models import find_copy, find_model
@@ -97,7 +97,7 @@ def record_log(
     digest = hashlib.sha256("\n".join((text, device.key, record.date, run.model)).encode())
     record = replace(record, id=f"{LOG_ID}{digest.hexdigest()[:32]}")
     roots = calibration_roots(calibration_dir)
-    if fault := impossible(record, load_model(run.model), device):
+    if fault := impossible(record, load_model_of(run), device):
         raise DataFileError(f"{path}: {fault}; check the log, and that it is of this --gpu")
     is_new = record.id not in record_ids(roots, device.key)
     log = MeasurementLog(roots[0], device.key, record.id)
@@ -250,7 +250,7 @@ def _predicted(
     """What is predicted of the numbers in `measured`, on a GPU with the memory that they state."""
     if total := measured.get("total_bytes"):
         gpu = replace(gpu, memory_bytes=round(total))
-    model = load_model(run.model)
+    model = load_model_of(run)
     job = resolve(model, run, gpu)
     serving = predict(model, run, gpu, load_calibration(gpu, calibration_dir)).serving
     assert serving is not None  # an engine with a log has a pool

@@ -57,7 +57,7 @@ from whichlora.spec.words import unknown
 from whichlora.store import hub, models
 from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus, require_one_limit
-from whichlora.store.hub import load_model
+from whichlora.store.hub import load_model, load_model_of
 from whichlora.units import format_bytes
 from whichlora.workflow.combinations import by_number, combinations, with_cards
 from whichlora.workflow.evaluation import at_least, with_evaluation, with_uncounted
@@ -369,7 +369,7 @@ def _with_ways_out(
     if not known or any(prediction.verdict == "fits" for prediction in predictions):
         return predictions
     least = min(known, key=lack)
-    model, gpu = load_model(least.run.model), find_target(least.gpu)
+    model, gpu = load_model_of(least.run), find_target(least.gpu)
     rates = rates or load_rates()
     for_hire = [card for card in list_gpus() if card.key in rates.prices]
     ways = ways_out(
@@ -387,7 +387,7 @@ def surely_fails(run: RunConfig, gpu: str) -> bool:
     Raises:
         ConfigError: an unknown name, or settings that exclude each other.
     """
-    device, model = find_target(gpu), load_model(run.model)
+    device, model = find_target(gpu), load_model_of(run)
     run = with_precision(with_open_settings(model, replace(run, model=model.name)), device)
     least = least_training_bytes(
         resolve(model, run, device),
@@ -581,7 +581,7 @@ def explain(
     """
     device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
-    model = load_model(run.model)
+    model = load_model_of(run)
     asked, of_length = within_positions(model, replace(run, model=model.name))
     run, of_nodes = on_device(model, asked, device, calibration)
     if run.parallel.strategy == AUTO:
@@ -628,7 +628,7 @@ def life(
     """
     device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
-    model = load_model(run.model)
+    model = load_model_of(run)
     run, of_length = within_positions(model, replace(run, model=model.name))
     run = with_precision(with_open_settings(model, run), device)
     lived = life_of(model, run, device, calibration, settings or LifeConfig())
@@ -659,7 +659,7 @@ def where(
         for name in gpus
         for spec in (list_gpus() if name.strip().lower() == "all" else (find_target(name),))
     )
-    model = load_model(run.model)
+    model = load_model_of(run)
     run, of_length = within_positions(model, replace(run, model=model.name))
     rates = rates or load_rates()
     shared, placements = SharedLedgers(), []

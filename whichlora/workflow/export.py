@@ -26,7 +26,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.spec.words import unknown
 from whichlora.store.gpus import find_gpu
-from whichlora.store.hub import load_model
+from whichlora.store.hub import load_model_of
 from whichlora.store.jsonfiles import read_object
 from whichlora.store.written import OTHER_OUTPUT, write_files
 from whichlora.tasks import rows_of
@@ -114,7 +114,7 @@ def recipe_for(
     """
     device = find_gpu(gpu, least_memory=True)
     calibration = load_calibration(device, calibration_dir)
-    model = load_model(run.model)
+    model = load_model_of(run)
     run, _ = estimates.on_device(model, run, device, calibration)
     if run.parallel.strategy != AUTO or to not in FORMATS:
         return make_recipe(run, gpu, **job), device.notes
@@ -162,7 +162,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
             longer than the positions that the model can look up.
     """
     device = find_gpu(gpu, least_memory=True)
-    model = load_model(run.model)
+    model = load_model_of(run)
     run, _ = estimates.on_device(model, run, device, load_calibration(device))
     most = model.longest_input
     if most and run.seq_len > most:

@@ -13,7 +13,7 @@ from whichlora.serving import get_engine
 from whichlora.serving.base import Engine
 from whichlora.spec.results import Answers, Prediction
 from whichlora.store.gpus import find_target
-from whichlora.store.hub import load_model
+from whichlora.store.hub import load_model, load_model_of
 from whichlora.store.models import list_models
 from whichlora.workflow import estimates
 from whichlora.workflow.combinations import of_one_number
@@ -81,6 +81,6 @@ def _is_served(engine: Engine, prediction: Prediction) -> bool:
     serving, run = prediction.serving, prediction.run
     if serving is None or prediction.verdict != "fits" or serving.refuses:
         return False
-    job = resolve(load_model(run.model), run, find_target(prediction.gpu))
+    job = resolve(load_model_of(run), run, find_target(prediction.gpu))
     assert engine.start is not None
     return serving.max_running >= serving.concurrency and engine.start(job.served).is_whole

@@ -61,7 +61,7 @@ from whichlora.spec.plan import Plan
 from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction, Refused
 from whichlora.spec.run import RunConfig
 from whichlora.store import written
-from whichlora.store.hub import load_model
+from whichlora.store.hub import load_model, with_drafter
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.store.models import is_known_model
@@ -121,7 +121,12 @@ class Session:
         self.limits = plan.limits_on(gpu.key)
         self.progress = progress
         self.models: dict[str, ModelSpec] = {
-            name: load_model(name, trust_remote_code=plan.trust_remote_code) for name in plan.models
+            name: with_drafter(
+                load_model(name, trust_remote_code=plan.trust_remote_code),
+                plan.inference.serving,
+                plan.inference.serving_options,
+            )
+            for name in plan.models
         }
         self.data = TrainingData(plan, self.models, lengths)
         unread = {name: self.data.unread(name) for name in plan.models}
