@@ -13,7 +13,14 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
-from whichlora.serving.sglang import command, notes, start, stepping, token_bytes
+from whichlora.serving.sglang import (
+    command,
+    free_bytes,
+    notes,
+    start,
+    stepping,
+    token_bytes,
+)
 from whichlora.serving.sglang_share import (
     chunked_prefill_size,
     decode_graphs,
@@ -140,6 +147,37 @@ def test_sliding_layers_have_four_fifths_of_the_tokens() -> None:
     assert token_bytes(served(kv_cache_dtype="fp8_e4m3"), llama) * 2 == 131_072
 
 
+def test_layers_that_borrow_keys_have_a_pool_of_their_own() -> None:
+    """A public log has 997,846 and 798,276 tokens in 79.94 GiB: 86,022 bytes for each."""
+    model = load_model("google/gemma-4-E4B")
+    full, sliding = 7 * 2 * 2 * 512 * 2, 35 * 2 * 2 * 256 * 2
+    asked = served(replace(RUN, model=model.name))
+    assert token_bytes(asked, model) == int(full + 0.8 * sliding) == 86_016
+
+
+def test_a_host_that_shares_the_memory_has_a_part_of_it() -> None:
+    gb10 = find_gpu("gb10-128gb")
+    assert 8 * GiB < free_bytes(served(gpu=replace(gb10, compute_capability="9.0"))) - free_bytes(
+        served(gpu=gb10)
+    )
+
+
+def test_files_of_16_bit_become_nf4_with_quantised_scales() -> None:
+    def weights(quant: str) -> int:
+        entries = start(served(replace(RUN, quant=quant))).entries  # type: ignore[arg-type]
+        return sum(each.num_bytes for each in entries if each.part == "weights")
+
+    assert weights("nf4") == weights("nf4-dq") < weights("none") / 2
+    flags = command(served(replace(RUN, quant="nf4")))
+    assert flags.endswith("--load-format bitsandbytes --quantization bitsandbytes")
+
+
+def test_a_pool_has_no_more_tokens_than_are_asked_for() -> None:
+    assert start(served(max_total_tokens=10_000, page_size=16)).pool.num_tokens(8192) == 10_000
+    most = start(served()).pool.num_tokens(8192)
+    assert start(served(max_total_tokens=10**9)).pool.num_tokens(8192) == most
+
+
 def test_it_starts_with_a_context_that_its_pool_cannot_hold_and_says_so() -> None:
     gpu = free_before(24)
     run = replace(RUN, context=131072)
@@ -181,7 +219,15 @@ def test_a_page_that_does_not_divide_a_chunk_is_refused(
 
 def test_what_is_not_predicted_is_refused_in_one_line() -> None:
     for changed, message in (
-        ({"quant": "nf4"}, "serving: sglang's bitsandbytes weights are not predicted"),
+        ({"quant": "int8"}, "serving: sglang makes nf4 of files of 16 bit, got quant int8"),
+        (
+            {"quant": "nf4", "model": "Qwen/Qwen3-30B-A3B"},
+            "serving: sglang loads no bitsandbytes weights of qwen3_moe",
+        ),
+        (
+            {"quant": "nf4", "model": "google/gemma-4-E4B", "libraries": (("sglang", "0.5.20"),)},
+            "bitsandbytes weights of gemma4 before 0.5.23",
+        ),
         ({"method": "lora", "serve": "as-trained"}, "serving: sglang's unmerged adapters"),
     ):
         with pytest.raises(ConfigError, match=message):

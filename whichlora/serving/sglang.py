@@ -34,6 +34,7 @@ from whichlora.serving.other_flags import (
     DENSE_RANKS,
     HOST_WEIGHTS,
     OF_A_SERVER,
+    OF_SGLANG,
     REDUNDANT_EXPERTS,
     REPLICAS,
 )
@@ -60,6 +61,9 @@ from whichlora.serving.rank import (
     with_aligned_experts,
 )
 from whichlora.serving.segments import UNUSED_SEGMENTS, unused_bytes
+from whichlora.serving.sglang_bitsandbytes import check as check_bitsandbytes
+from whichlora.serving.sglang_bitsandbytes import flags as bitsandbytes_flags
+from whichlora.serving.sglang_bitsandbytes import stored_dtypes
 from whichlora.serving.sglang_drafts import (
     ALGORITHMS,
     CHOICES,
@@ -105,7 +109,7 @@ from whichlora.spec.checkpoint import is_compressed, names_fp8_cache, stored_qua
 from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
+from whichlora.spec.run import ENGINE_QUANTS
 from whichlora.timing.model import LAUNCH_S
 from whichlora.units import MiB, format_bytes
 
@@ -122,6 +126,7 @@ RESERVED_TOKENS = 4096
 FIRST_START = "0.1.17"  # of `benchmarks/serving_starts.csv`
 COPIES_SINCE = "0.5.22"  # whose help has a flag for groups; srt/arg_groups/fields/parallel.py
 GRAPH_FLAGS_SINCE = "0.5.16"  # whose help has a flag for graphs of each phase
+MOST_TOKENS = "max_total_tokens"
 UNCOUNTED = "what drafts takes memory beside the pool, which this release does not leave for it"
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
 DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
@@ -308,6 +313,9 @@ def start(served: Served) -> Start:
     taken = [sum(entry.num_bytes for entry in entries) for entries in held]
     blocks = [token_bytes(served, rank) * page for rank in ranks]
     room, widest = budget - max(taken), max(blocks)
+    most = served.count(MOST_TOKENS)
+    if most is not None:
+        room = min(room, most // page * widest)
     num_blocks = max(0, room // widest)
     fullest = max(range(len(ranks)), key=lambda stage: taken[stage] + num_blocks * blocks[stage])
     is_widest = blocks[fullest] == widest
@@ -377,8 +385,9 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     is_packed = served.run.quant == "mxfp4"  # layers/quantization/mxfp4.py:545, of Triton's kernels
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
     absorbed = between_latents(rank) * served.dtypes.compute_bytes
-    entries = held_entries(served, stored, rotary_element_bytes=4)
-    unused = unused_bytes(stored, served.dtypes, expandable=served.run.expandable_segments)
+    dtypes = stored_dtypes(served)
+    entries = held_entries(served, stored, rotary_element_bytes=4, dtypes=dtypes)
+    unused = unused_bytes(stored, dtypes, expandable=served.run.expandable_segments)
     entries.append(Entry(UNUSED_SEGMENTS, unused))
     entries += draft_weights(served, _attention_ranks(served))
     return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
@@ -510,11 +519,7 @@ def check(served: Served) -> None:
     check_quant_card(served, QUANT_CARDS | of_compressed)
     check_card_dtype(served, WITHOUT_BF16)
     check_quant_dtype(served, QUANT_DTYPES)
-    if served.run.quant in BNB_QUANTS:
-        raise ConfigError(
-            f"serving: sglang's bitsandbytes weights are not predicted, got quant "
-            f"{served.run.quant}; use awq-int4 or gptq-int4 of merged weights"
-        )
+    check_bitsandbytes(served, served.count(RANKS) or 1)
     if served.targets:
         raise ConfigError("serving: sglang's unmerged adapters are not predicted; use serve merged")
     if _reads_named_cache(served):
@@ -581,7 +586,7 @@ def command(served: Served) -> str:
     groups = "--attn-dp-size {}"
     if served.libraries.older("sglang", COPIES_SINCE):
         groups = "--dp-size {} --enable-dp-attention"
-    flags: tuple[str, ...] = ()
+    flags = bitsandbytes_flags(served)
     if served.nodes > 1:
         flags += (f"--nnodes {served.nodes} --node-rank 0 --dist-init-addr {HEAD_NODE}:5000",)
     return shell_command(
@@ -646,6 +651,13 @@ ENGINE = Engine(
             default=None,
             kind=float,
             is_share=True,
+            other_names=("mem_fraction",),  # as argparse takes the start of a flag
+        ),
+        Option(
+            name=MOST_TOKENS,
+            summary="tokens of the pool at most, however many would fit",
+            default=None,
+            since="0.2",
         ),
         Option(
             name="chunked_prefill_size",
@@ -771,6 +783,7 @@ ENGINE = Engine(
     own_context=lambda model, libraries: derived_context(model),
     elsewhere={"context_length": "context", "dtype": "precision", "quantization": "quant"},
     refused=OF_A_SERVER
+    | OF_SGLANG
     | dict.fromkeys(("moe_a2a_backend", "deepep_mode"), ALL_TO_ALL)
     | dict.fromkeys(("moe_dense_tp_size", "enable_dp_lm_head", "moe_dp_size"), DENSE_RANKS)
     | dict.fromkeys(("ep_num_redundant_experts", "enable_eplb"), REDUNDANT_EXPERTS)
