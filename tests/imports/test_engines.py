@@ -1,5 +1,6 @@
 """Commands of serving engines, as people paste them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +138,15 @@ def test_what_the_command_leaves_open_and_what_has_no_say_is_told(tmp_path: Path
 
 def test_what_is_not_predicted_is_left_out_or_refused(tmp_path: Path) -> None:
     text = "vllm serve Qwen/Qwen3.5-9B --max-model-len 8192 --max-num-seqs 8 --enable-x 1"
-    drafts = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'"""
+    drafts = """--speculative-config '{"method": "dflash", "num_speculative_tokens": 2}'"""
     served = read(tmp_path, f"{text} {drafts} --mm-processor-kwargs '{{}}'\n")
     assert served.settings["serving_options"] == (("max_num_seqs", 8),)
     assert served.is_lower_bound
     assert served.unknown == ("enable_x",)
     assert served.assumed == (
         "mm_processor_kwargs: is left out: it sets how images are cut, which is not predicted",
-        "speculative_config: is left out: drafts of this model are not predicted, and take memory "
-        "of their own",
+        "speculative_config: is left out, and drafts take memory of their own: these drafts are "
+        "not predicted of this model",
     )
     for flag, fault in (
         ("--cpu-offload-gb 10", "keeps weights on the host, which is not predicted"),
@@ -160,6 +161,29 @@ def test_what_is_not_predicted_is_left_out_or_refused(tmp_path: Path) -> None:
     assert "has a variable that the file does not set" in unnamed.refused["model"]
 
 
+def test_drafts_are_read_however_they_are_written(tmp_path: Path) -> None:
+    text = "vllm serve Qwen/Qwen3-32B --max-model-len 8192 --speculative-config.method draft_model"
+    more = "--speculative-config.model Qwen/Qwen3-0.6B --speculative-config.num_speculative_tokens"
+    ((name, value),) = read(tmp_path, f"{text} {more} 4\n").settings["serving_options"]
+    assert name == "speculative_config"
+    assert json.loads(value) == {
+        "method": "draft_model",
+        "model": "Qwen/Qwen3-0.6B",
+        "num_speculative_tokens": 4,
+    }
+    text = "python -m sglang.launch_server --model-path zai-org/GLM-4.5-Air --tp 4"
+    served = read(tmp_path, f"{text} --speculative-algorithm NEXTN --speculative-num-steps 3\n")
+    assert dict(served.settings["serving_options"]) == {
+        "speculative_algorithm": "NEXTN",
+        "speculative_num_steps": 3,
+        "tp": 4,
+    }
+    other = "--speculative-algorithm EAGLE3 --speculative-draft-model-path no/drafter"
+    left = read(tmp_path, f"{text} {other} --mem-fraction 0.6\n")
+    assert dict(left.settings["serving_options"]) == {"mem_fraction": 0.6, "tp": 4}
+    assert any("no/drafter" in note for note in left.assumed)
+
+
 def test_the_name_of_the_server_names_a_model_that_the_path_does_not(tmp_path: Path) -> None:
     served = read(tmp_path, 'vllm serve "$DIR" --served-model-name Qwen3-8B-AWQ\n')
     assert served.settings["model"] == "Qwen3-8B-AWQ"
@@ -171,6 +195,14 @@ def test_a_stated_release_counts_more_than_that_of_the_image(tmp_path: Path) -> 
     assert "libraries" not in stated.settings
     latest = read(tmp_path, DOCKER.replace("v0.20.2-cu130", "latest"))
     assert "libraries" not in latest.settings
+
+
+def test_an_option_beside_the_file_stands_over_the_options_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "serve.sh"
+    path.write_text("vllm serve Qwen/Qwen3-8B --gpu-memory-utilization 0.85 --max-num-seqs 16\n")
+    own = {"gpu_memory_utilization": 0.7}
+    (answer,) = estimate(from_file=path, gpu="4090", serving_options=own)
+    assert dict(answer.run.serving_options) == {"gpu_memory_utilization": 0.7, "max_num_seqs": 16}
 
 
 COMPOSE = """

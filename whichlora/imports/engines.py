@@ -6,6 +6,7 @@ Sources: `vllm serve --help` of 0.33.0, SGLang 0.5.23 srt/server_args.py, llama.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -70,24 +71,24 @@ def _with_drafts(
     engine: Engine, keys: Keys, options: Mapping[str, OptionValue], model: ModelSpec
 ) -> tuple[tuple[str, OptionValue], ...]:
     """`options` without drafts that are not predicted of `model`, and a note."""
-    if engine.drafted_by not in options or _drafts(engine, options, model):
+    fault = _fault_of_drafts(engine, options, model) if engine.drafted_by in options else ""
+    if not fault:
         return tuple(sorted(options.items()))
-    text = "is left out: these drafts are not predicted of this model, and take memory of their own"
-    keys.assume(engine.drafted_by, text)
+    keys.assume(engine.drafted_by, f"is left out, and drafts take memory of their own: {fault}")
     keys.is_lower_bound = True
     left_out = {engine.drafted_by, *engine.drafting}
     return tuple(sorted((name, each) for name, each in options.items() if name not in left_out))
 
 
-def _drafts(engine: Engine, options: Mapping[str, OptionValue], model: ModelSpec) -> bool:
-    """Whether the drafts that `options` ask for are predicted, by a model that is known."""
+def _fault_of_drafts(engine: Engine, options: Mapping[str, OptionValue], model: ModelSpec) -> str:
+    """Why the drafts that `options` ask for are not predicted; empty where they are."""
     try:
-        named = dict(by_own_names(engine.options, options.items()))
-        is_predicted = engine.has_drafts(model, named)
+        if not engine.has_drafts(model, dict(by_own_names(engine.options, options.items()))):
+            return "these drafts are not predicted of this model"
         with_drafter(model, engine.name, options.items())
-    except ConfigError:
-        return False
-    return is_predicted
+    except ConfigError as error:
+        return str(error).removeprefix(f"{engine.drafted_by}: ")
+    return ""
 
 
 def _model(engine: Engine, keys: Keys) -> str:
@@ -117,6 +118,9 @@ def _options(engine: Engine, keys: Keys, launch: Launch) -> dict[str, OptionValu
             elif (denied := f"no_{name}") in keys:
                 keys.read_elsewhere(denied)
                 options[name] = False
+            elif parts := keys.under(name):  # --speculative-config.method mtp
+                values = {part: _value(keys, f"{name}.{part}") for part in parts}
+                options[name] = json.dumps(values)
         stated = [name for name in (option.name, *option.other_names) if name in options]
         if option.joiner and stated:
             values = [launch.repeated.get(name, (str(options.pop(name)),)) for name in stated]

@@ -57,7 +57,7 @@ from whichlora.spec.words import unknown
 from whichlora.store import hub, models
 from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus, require_one_limit
-from whichlora.store.hub import load_model, load_model_of
+from whichlora.store.hub import load_model, load_model_of, with_drafter
 from whichlora.units import format_bytes
 from whichlora.workflow.combinations import by_number, combinations, with_cards
 from whichlora.workflow.evaluation import at_least, with_evaluation, with_uncounted
@@ -120,7 +120,7 @@ def estimate(
     for run in asked:
         if run.model not in models:
             models[run.model] = _load(run.model, engine)
-        model = models[run.model]
+        model = with_drafter(models[run.model], run.serving, run.serving_options)
         is_traced = _is_traced(model, engine, maximise)
         run = with_lengths(model, replace(run, model=model.name))
         try:

@@ -11,8 +11,10 @@ from whichlora.imports import Imported, import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.methods import list_methods
 from whichlora.parallel import strategy_options
+from whichlora.serving import get_engine
+from whichlora.spec.options import by_own_names
 from whichlora.spec.releases import installed_in
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import number_in
 from whichlora.workflow.file_images import leaves_images_out, with_file_images
@@ -74,6 +76,8 @@ def with_files(
     for name, value in imported.settings.items():
         if name not in stated and name not in dropped:
             merged[name] = [value]
+    if "serving_options" in stated and "serving" not in stated:
+        merged["serving_options"] = _over_options(settings, imported)
     for name, fault in imported.refused.items():
         if name not in stated:
             raise ConfigError(fault)
@@ -105,6 +109,16 @@ def with_files(
         keys={name: key for name, key in imported.keys.items() if name not in stated},
         older=_older(paths, settings, stated, targets, imported),
     )
+
+
+def _over_options(settings: Mapping[str, list[Any]], imported: Imported) -> list[Any]:
+    """The engine's options of a command line over those of the file, by their own names."""
+    engine = get_engine(imported.settings.get("serving", TRANSFORMERS))
+    of_file = dict(by_own_names(engine.options, imported.settings.get("serving_options", ())))
+    return [
+        tuple(sorted((of_file | dict(by_own_names(engine.options, each or ()))).items()))
+        for each in settings["serving_options"]
+    ]
 
 
 def _older(
