@@ -13,7 +13,7 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import drafts, sglang, vllm_settings
 from whichlora.serving.base import Served
-from whichlora.serving.vllm_memory import start
+from whichlora.serving.vllm_memory import captures_steps, start
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.results import ServingPrediction
 from whichlora.spec.run import RunConfig
@@ -284,3 +284,33 @@ def test_a_draft_model_needs_as_many_tokens() -> None:
     config = '{"model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 4}'
     with pytest.raises(ConfigError, match="a draft model needs as many"):
         answer(model, run_of(LLAMA, speculative_config=config))
+
+
+def test_flashinfer_captures_no_step_that_verifies_drafts() -> None:
+    options = {
+        "speculative_config": THREE,
+        "kv_cache_dtype": "fp8",
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 2,
+        "tensor_parallel_size": 2,
+    }
+    run = replace(
+        run_of(QWEN, **options), quant="fp8", context=262144, libraries=(("vllm", "0.25.1"),)
+    )
+    served = {
+        gpu: resolve(load_model(QWEN), run, find_target(gpu)).served
+        for gpu in ("rtx-5090-32gb", H200, "b200-180gb")
+    }
+    assert {gpu: captures_steps(each) for gpu, each in served.items()} == {
+        "rtx-5090-32gb": False,  # FlashInfer's own kernels
+        H200: True,  # FlashAttention's
+        "b200-180gb": True,  # TensorRT-LLM's
+    }
+    plain = replace(
+        run, serving_options=tuple(sorted({**options, "kv_cache_dtype": "auto"}.items()))
+    )
+    assert captures_steps(resolve(load_model(QWEN), plain, find_target("5090")).served)
+    # github.com/noonghunna/club-3090/issues/998: 12.52 GiB, 2.69 of these contexts
+    logged = answer(load_model(QWEN), run, "rtx-5090-32gb")
+    assert logged.kv_pool_bytes / GiB == pytest.approx(12.52, rel=0.03)
+    assert logged.max_concurrency == pytest.approx(2.693, rel=0.03)

@@ -164,6 +164,9 @@ def test_blocks_of_a_gated_tower_hold_more_than_plain_ones() -> None:
     assert block_width(gated) == 2 * 1280 + 4 * 3420
     held, projected, rotated = 3, 3, 4  # input, norm's result and output; queries and keys twice
     assert block_width(plain) == (held + projected + rotated + 1 + 1) * 1152
+    summed = 1  # of all GPUs, each of which has half of the heads
+    divided = (projected + rotated + 1) // 2
+    assert block_width(plain, 2) == (held + divided + summed + 1) * 1152
     assert TOWER_PASS.kind == "estimate"
 
 

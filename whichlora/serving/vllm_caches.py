@@ -52,10 +52,31 @@ def check(served: Served) -> None:
 
 def _fp8_capability(served: Served) -> float:
     """The oldest card with attention of the model over 8 bits: FlashInfer's, or Triton's."""
+    fits = _has_heads(served)
+    return served.libraries.value_of("vllm", FLASHINFER_CARDS) if fits else FP8_CAPABILITY
+
+
+def _has_heads(served: Served) -> bool:
+    """Whether FlashInfer has kernels for the heads of every layer."""
     heads = served.libraries.value_of("vllm", FLASHINFER_HEADS)
     attentions = [each for layer, _ in served.model.layers() for each in layer.attentions]
-    fits = all(_fits(each, heads) for each in attentions if each.kind == "softmax")
-    return served.libraries.value_of("vllm", FLASHINFER_CARDS) if fits else FP8_CAPABILITY
+    return all(_fits(each, heads) for each in attentions if each.kind == "softmax")
+
+
+def reads_by_flashinfer(served: Served) -> bool:
+    """Whether FlashInfer's own kernels read a cache in 8 bits: where FlashAttention's do not.
+
+    Kind: exact. Source: vLLM 0.20.0 platforms/cuda.py:137 `_get_backend_priorities`,
+    v1/attention/backends/fa_utils.py `flash_attn_supports_fp8`, utils/flashinfer.py:299
+    `supports_trtllm_attention`.
+    """
+    asked = str(served.options["kv_cache_dtype"])
+    asked = cache_dtype(served) if asked == "auto" else asked
+    if asked not in FP8_CACHES or served.libraries.older("vllm", SECOND_ENGINE_ALONE):
+        return False
+    on_card = capability(served)
+    is_others = 9.0 <= on_card < 11.0
+    return not is_others and _has_heads(served) and on_card >= _fp8_capability(served)
 
 
 def _fits(attention: Attention, heads: tuple[int, ...]) -> bool:

@@ -14,7 +14,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.towers import TowerForward, tower_dtypes
 from whichlora.serving.base import Served
-from whichlora.serving.vllm_settings import max_num_batched_tokens, max_num_seqs
+from whichlora.serving.vllm_settings import RANKS, max_num_batched_tokens, max_num_seqs
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import OptionValue
@@ -34,6 +34,9 @@ VIDEO_PIXELS, FRAMES_AT_ONCE = 25_165_824, 2  # of Qwen3-VL: preprocessor_config
 GEMMA4_FRAMES, GEMMA4_FRAME_TOKENS, GEMMA4_MARKERS = 32, 70, 8
 GEMMA4_TABLE = 10_240  # rows of its table of positions
 CHUNKED_SINCE = "0.22"  # before which its tower sees one image or frame at a time; 0.21 is not read
+# Since when a GPU's tower attends with its own heads alone, before which it gathers those of all.
+# Source: vLLM 0.11.0 models/qwen2_5_vl.py:315 `all_gather_interleave`, 0.13.0 :330; not 0.12.
+DIVIDED_SINCE = "0.13"
 # Types whose videos have other rules, which are not counted.
 OTHER_VIDEOS = ("glm4v", "glm4v_moe", "internvl")
 
@@ -237,7 +240,10 @@ def tower_entries(served: Served) -> tuple[list[Entry], list[Entry], list[Entry]
     elif model.model_type in TRANSFORMERS_TOWERS:
         working = int(forward.working)
     else:
-        working = forward.num_patches * block_width(tower) * element_bytes
+        is_divided = not served.libraries.older("vllm", DIVIDED_SINCE)
+        ranks = served.count(RANKS) or 1
+        elements = block_width(tower, ranks if is_divided else 1)
+        working = forward.num_patches * elements * element_bytes
     return [pixels, vectors], [pixels, Entry(TOWER_PASS, working)], always
 
 
@@ -256,8 +262,11 @@ def _gemma4_images(served: Served, forward: TowerForward) -> int:
     return at_once
 
 
-def block_width(tower: Tower) -> int:
+def block_width(tower: Tower, ranks: int = 1) -> int:
     """Elements of a patch at the worst point of vLLM's own blocks, and embedded positions.
+
+    Each of `ranks` GPUs has its heads and its part of what is between two matrices, and a tensor of
+    its own for the sum of all: vLLM 0.20.0 device_communicators/cuda_communicator.py:223.
 
     A block's input, its norm's result and what was projected live until the call returns: Python's
     frames hold arguments. Queries and keys are copied before they are rotated, and rotated into a
@@ -266,16 +275,19 @@ def block_width(tower: Tower) -> int:
     qwen3_vl.py `Qwen3_VisionBlock.forward`, siglip.py `SiglipEncoderLayer.forward`.
     """
     width = tower.stack.hidden_size
+    summed = width if ranks > 1 else 0
     widths = []
     for layer, _ in tower.stack.layers():
         for each in layer.attentions:
             keys = each.q_width + each.k_width
             copies = 2 * keys if each.rotary_dim else 0
-            widths.append(3 * width + keys + each.v_width + copies + each.out_width)
+            of_heads = keys + each.v_width + copies + each.out_width
+            widths.append(3 * width + ceil_div(of_heads, ranks))
         if layer.mlp is not None:
             gated = layer.mlp.gated
-            widths.append((2 if gated else 3) * width + layer.mlp.width * (4 if gated else 2))
-    return max(widths) + (width if tower.positions else 0)
+            between = ceil_div(layer.mlp.width * (4 if gated else 2), ranks)
+            widths.append((2 if gated else 3) * width + between)
+    return max(widths) + summed + (width if tower.positions else 0)
 
 
 def _forward(served: Served, tower: Tower, images: int, item: Item) -> TowerForward:
