@@ -13,6 +13,7 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import drafts, sglang, vllm_settings
 from whichlora.serving.base import Served
+from whichlora.serving.marlin_scales import repeated_bytes
 from whichlora.serving.vllm_memory import captures_steps, start
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.results import ServingPrediction
@@ -310,7 +311,48 @@ def test_flashinfer_captures_no_step_that_verifies_drafts() -> None:
         run, serving_options=tuple(sorted({**options, "kv_cache_dtype": "auto"}.items()))
     )
     assert captures_steps(resolve(load_model(QWEN), plain, find_target("5090")).served)
-    # github.com/noonghunna/club-3090/issues/998: 12.52 GiB, 2.69 of these contexts
-    logged = answer(load_model(QWEN), run, "rtx-5090-32gb")
-    assert logged.kv_pool_bytes / GiB == pytest.approx(12.52, rel=0.03)
-    assert logged.max_concurrency == pytest.approx(2.693, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "expandable", "pool_gib", "tokens"),
+    [  # github.com/noonghunna/club-3090: issues/998, pull/594
+        ("rtx-5090-32gb", "0.25.1", False, 12.52, 705_884),
+        ("rtx-3090-24gb", "0.24.0", True, 5.33, 300_220),
+    ],
+)
+def test_pools_beside_drafts_are_those_of_logs(
+    gpu: str, version: str, expandable: bool, pool_gib: float, tokens: int
+) -> None:
+    model = load_model("Qwen/Qwen3.6-27B-FP8")
+    options = {
+        "enable_prefix_caching": True,
+        "kv_cache_dtype": "fp8",
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 2,
+        "speculative_config": THREE,
+        "tensor_parallel_size": 2,
+    }
+    run = replace(
+        run_of(model.name, **options),
+        quant="fp8",
+        context=262_144,
+        libraries=(("vllm", version),),
+        expandable_segments=expandable,
+    )
+    logged = answer(model, run, gpu)
+    assert logged.kv_pool_bytes / GiB == pytest.approx(pool_gib, rel=0.015)
+    assert logged.max_concurrency * 262_144 == pytest.approx(tokens, rel=0.015)
+
+
+def test_marlin_has_a_scale_for_every_row_of_a_square() -> None:
+    model = load_model("Qwen/Qwen3.6-27B-FP8")
+    run = replace(run_of(model.name, tensor_parallel_size=1), quant="fp8")
+    on_old, on_new = (
+        repeated_bytes(served, served.model)
+        for served in (resolve(model, run, find_target(gpu)).served for gpu in ("a100-80gb", H200))
+    )
+    assert on_new == 0
+    weights = sum(
+        count * linear.num_weights for layer, count in model.layers() for linear in layer.linears
+    )
+    assert on_old == pytest.approx(weights * (2 / 128 - 4 / 128**2), rel=0.02)

@@ -204,6 +204,6 @@ def test_experts_in_fp4_by_vllms_kernels_take_what_a_log_states() -> None:
         return start(resolve(load_model(model), run, card).served).pool.num_bytes
 
     by_cutlass = pool_bytes(moe_backend="cutlass")
-    assert by_cutlass == pytest.approx(9.08 * GiB, rel=0.03)
+    assert by_cutlass == pytest.approx(9.08 * GiB, rel=0.035)
     assert pool_bytes() - by_cutlass > GiB
     assert pool_bytes(moe_backend="flashinfer_cutlass") == pool_bytes()

@@ -13,6 +13,7 @@ from whichlora.parallel.communicators import communicator_bytes, is_joined
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.drafts import UNTIMED, accepted_tokens, draft_entries, with_drafts
+from whichlora.serving.marlin_scales import REPEATED_SCALES, repeated_bytes
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
@@ -383,6 +384,8 @@ def _loaded(served: Served, rank: ModelSpec, slots: tuple[int, ...]) -> list[Ent
             times_positions=times_positions(served),
         )
         entries.append(_unused_segments(served, rank, slots))
+        repeated = repeated_bytes(served, rank)
+        entries += [Entry(REPEATED_SCALES, repeated)] if repeated else []
         absorbed = absorbed_bytes(served, rank)
         return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
     by_triton = multiplies_by_triton(served)
@@ -479,8 +482,10 @@ def _counts_tensors(served: Served) -> bool:
 
 
 def _reads_free(served: Served) -> bool:
-    """Whether free memory is read, so that whole segments count: 0.2.5 to 0.6.3, and since 0.27.
+    """Whether free memory is read: 0.2.5 to 0.6.3, and since 0.27.
 
+    Then whole segments count, and what is allocated between loading and the profile, which other
+    releases take for used before: they add what loading takes to the peak of the profile alone.
     Source: vLLM 0.2.5 worker/worker.py:91, 0.6.3 worker/worker.py:228; 0.27.0 utils/mem_utils.py
     `total_consumed`, where 0.26.0 has `allocated_bytes.all.peak`.
     """
@@ -543,7 +548,7 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
     if ranks > 1 and (kept_bytes := _kept_bytes(served, stage)):
         entries.append(Entry(KEPT, kept_bytes))
     drafts = asked_drafts(served)
-    if drafts and drafts.passes:
+    if drafts and drafts.passes and _reads_free(served):
         states = max_num_batched_tokens(served) * served.model.hidden_size
         entries.append(Entry(DRAFT_BUFFERS, 2 * states * served.dtypes.compute_bytes))
     received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
@@ -551,7 +556,7 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
     is_profiled = _profiles_graphs(served) and captures_steps(served)
     if has_states(served) and is_profiled and capability(served) >= 10.0:
         entries.append(Entry(STATE_KERNELS, STATES_GRAPH_BYTES))
-    if has_newer_runner(served) and stage.is_last:
+    if has_newer_runner(served) and stage.is_last and _reads_free(served):
         logits = max_num_seqs(served) * served.model.vocab_size
         entries.append(Entry(COUNTS, logits * COUNTED_LOGIT_BITS // 8))
     return entries
@@ -595,7 +600,8 @@ def _profiled(served: Served, rank: ModelSpec) -> tuple[list[Entry], list[Entry]
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     held, running, always = tower_entries(served)
     larger = max(forward, sampler, *trial_entries(served, rank), key=_bytes_of)
-    staying = [*always, workspace, *held_table(served, rank)]
+    kept = always if _reads_free(served) else ()
+    staying = [*kept, workspace, *held_table(served, rank)]
     # the tower runs first, before experts allocate what they keep
     if _bytes_of(running) > _bytes_of([*larger, *held, *buffers]):
         return [*running, *unused], staying
