@@ -1209,3 +1209,20 @@ def test_models_without_states_have_no_such_bound() -> None:
     few = started(RUN, find_gpu("rtx-3090-24gb"), max_num_seqs=1024, num_gpu_blocks_override=600)
     assert few.least_blocks == 0
     assert few.closest(8192) == (few.pool.spare_bytes(8192), "one sequence of 8192 tokens")
+
+
+def test_adapters_before_0_8_may_take_twice_as_long() -> None:
+    """github.com/vllm-project/vllm/pull/11267: 0.66 of the tokens/s; issues/10062: half."""
+
+    def slow_end(version: str, *, slots: bool) -> float:
+        run = replace(
+            RUN, libraries=(("vllm", version),), serving_options=(("enable_lora", slots),) * slots
+        )
+        gpu = find_gpu("a100-sxm-80gb")
+        served = predict(load_model(run.model), run, gpu, load_calibration(gpu)).serving
+        assert served is not None
+        assert served.time is not None
+        return served.time.interval_tpot_s[1] / served.time.tpot_s
+
+    assert slow_end("0.7.3", slots=True) == pytest.approx(2 * slow_end("0.7.3", slots=False))
+    assert slow_end("0.8.5", slots=True) == pytest.approx(slow_end("0.8.5", slots=False))

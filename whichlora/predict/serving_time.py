@@ -195,7 +195,8 @@ def _with_intervals(asked: _Asked) -> ServingTime:
             return simulate(rules, load, seconds)
         return simulate(rules, load, lambda step: factor * seconds(step))
 
-    factors = [float(end) for end in time_interval(1.0, timer.deviation)]
+    fast, slow = (float(end) for end in time_interval(1.0, timer.deviation))
+    factors = (fast, slow * timer.stepping.slowest)
     waits = at(1.0)
     is_open = load.requests_per_s is not None
     ends = [at(factor) if is_open else waits.slower(factor, rules.front_s) for factor in factors]

@@ -364,6 +364,8 @@ class Stepping:
         indexer_kernels: of one indexer, beside its products.
         tokenized_s: of each token of a prompt, before the scheduler has it.
         drafts: that a step verifies; `accepted` tokens it gives a sequence in the mean.
+        slowest: how many times longer than at the slow end of the interval a step may take, as
+            published runs say of what is not predicted.
     """
 
     ranks: int
@@ -408,6 +410,7 @@ class Stepping:
     hosted: Hosted | None = None
     drafts: Drafts | None = None
     accepted: float = 1.0
+    slowest: float = 1.0
 
     @property
     def copies(self) -> int:

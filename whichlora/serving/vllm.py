@@ -230,6 +230,11 @@ SERVE_SINCE, OLDER_SERVER = "0.5.2", "python -m vllm.entrypoints.openai.api_serv
 LOADER_SINCE, REDUNDANT_FLAG = "0.8.2", "eplb-config.num_redundant_experts"
 FIRST_START = "0.2.4"  # of `benchmarks/serving_starts.csv`
 NODES_SINCE = "0.11.1"  # the first release whose own processes span machines
+# What a step with slots for adapters takes beside one by what is predicted, at most: published
+# runs before 0.8 reached 0.84 (0.5.0), 0.66 (0.6.5) and 0.5 of the throughput without (0.6), with
+# CUDA graphs; the second engine 0.96. Kind: estimate, of the slow end alone. Source:
+# github.com/vllm-project/vllm/issues/9452, pull/11267, issues/10062, pull/11613.
+SLOTS_SLOWEST = 2.0
 TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 
 
@@ -284,7 +289,17 @@ def stepping(served: Served) -> Stepping:
         plans_ahead=plans_ahead(served) and len(layers) == 1,
         drafts=drafts,
         accepted=accepted_tokens(served, drafts) or 1.0,
+        slowest=SLOTS_SLOWEST if _has_first_kernels(served) else 1.0,
     )
+
+
+def _has_first_kernels(served: Served) -> bool:
+    """Whether adapters have the first engine's kernels: one for each part of a joined matrix.
+
+    Source: vLLM 0.7.3 lora/punica_wrapper/punica_gpu.py `add_shrink`, `add_expand`;
+    github.com/vllm-project/vllm/pull/13096, which brings those of the second one.
+    """
+    return bool(lora_slots(served)[0]) and served.libraries.older("vllm", "0.8")
 
 
 def _skips_elsewhere(served: Served) -> bool:
@@ -631,6 +646,11 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     slots = [each for each in ("max_loras", "max_lora_rank") if served.is_asked(each)]
     if slots and not lora_slots(served)[0]:
         lines.append(f"{' and '.join(slots)}: without enable_lora there are no slots for adapters")
+    if _has_first_kernels(served):
+        lines.append(
+            "adapters before vllm 0.8 have kernels whose time is not predicted: published runs had "
+            "0.5 to 0.84 of the tokens/s, so the slow end is twice as long"
+        )
     lines += _nodes_notes(served)
     lines += [NOTE] if (drafts := asked_drafts(served)) and drafts.passes else []
     if multiplies_by_triton(served):
