@@ -120,14 +120,7 @@ class Session:
         self.gpu = gpu
         self.limits = plan.limits_on(gpu.key)
         self.progress = progress
-        self.models: dict[str, ModelSpec] = {
-            name: with_drafter(
-                load_model(name, trust_remote_code=plan.trust_remote_code),
-                plan.inference.serving,
-                plan.inference.serving_options,
-            )
-            for name in plan.models
-        }
+        self.models: dict[str, ModelSpec] = {name: _loaded(name, plan) for name in plan.models}
         self.data = TrainingData(plan, self.models, lengths)
         unread = {name: self.data.unread(name) for name in plan.models}
         readers = tuple(name for name in plan.models if not unread[name]) or plan.models
@@ -665,6 +658,12 @@ class Session:
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None
+
+
+def _loaded(name: str, plan: Plan) -> ModelSpec:
+    """The model of that name, with what drafts for it where the engine is asked to."""
+    model = load_model(name, trust_remote_code=plan.trust_remote_code)
+    return with_drafter(model, plan.inference.serving, plan.inference.serving_options)
 
 
 def _check_time_limits(plan: Plan, gpu: GpuSpec) -> None:
