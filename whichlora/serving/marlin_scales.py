@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from whichlora.memory.entries import Fact
-from whichlora.memory.weights import is_quantised, quantised_matrices
+from whichlora.memory.weights import quantised_matrices
 from whichlora.serving.base import Served
 from whichlora.serving.vllm_settings import capability
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import ceil_div
 
 FP8_CAPABILITY = 8.9

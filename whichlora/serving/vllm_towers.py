@@ -276,7 +276,7 @@ def block_width(tower: Tower, ranks: int = 1) -> int:
     """
     width = tower.stack.hidden_size
     summed = width if ranks > 1 else 0
-    widths = []
+    widths: list[int] = []
     for layer, _ in tower.stack.layers():
         for each in layer.attentions:
             keys = each.q_width + each.k_width
