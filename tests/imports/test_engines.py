@@ -197,6 +197,17 @@ def test_a_stated_release_counts_more_than_that_of_the_image(tmp_path: Path) -> 
     assert "libraries" not in latest.settings
 
 
+def test_adapters_of_sglang_are_refused_and_chunks_of_vllm_left_out(tmp_path: Path) -> None:
+    # github.com/sgl-project/sglang/pull/27181, github.com/noonghunna/club-3090/issues/1107
+    text = "python -m sglang.launch_server --model-path Qwen/Qwen3-32B --enable-lora"
+    with pytest.raises(ConfigError, match="enable_lora: True keeps adapters beside the model"):
+        read(tmp_path, text)
+    text = "vllm serve Qwen/Qwen3.6-27B-FP8 --long-prefill-token-threshold 4096"
+    served = read(tmp_path, f"{text} --mamba-cache-mode align --max-model-len 8192")
+    assert served.settings["serving_options"] == ()
+    assert any("long_prefill_token_threshold: is left out" in note for note in served.notes)
+
+
 def test_an_option_beside_the_file_stands_over_the_options_in_it(tmp_path: Path) -> None:
     path = tmp_path / "serve.sh"
     path.write_text("vllm serve Qwen/Qwen3-8B --gpu-memory-utilization 0.85 --max-num-seqs 16\n")

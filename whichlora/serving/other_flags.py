@@ -16,6 +16,9 @@ REDUNDANT_EXPERTS = "holds experts twice, which is not predicted for this engine
 HOST_WEIGHTS = "keeps weights on the host, which is not predicted; give more gpus or another quant"
 DRAFT = "drafts tokens, which is not predicted; leave it out"
 IMAGES = "sets how images are cut, which is not predicted; leave it out"
+CHUNKS = "sets how long prompts are cut, which is not predicted; leave it out"
+KEPT_STATES = "sets how states are kept for prefixes, which is not predicted; leave it out"
+ADAPTERS = "keeps adapters beside the model, which is not predicted for this engine; merge one"
 CAPTURED_SIZES = "sets which sizes are captured, which is not predicted; leave it out"
 
 # Of several engines. None of them has a say in memory of the GPU or in a step.

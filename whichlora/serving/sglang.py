@@ -28,6 +28,7 @@ from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import EAGER_LAUNCH_S, FIRST_MARLIN_ROWS, TOKENIZED_S
 from whichlora.serving.known_models import check_known, known_note, release_note
 from whichlora.serving.other_flags import (
+    ADAPTERS,
     ALL_TO_ALL,
     BESIDE_ENCODERS,
     CAPTURED_SIZES,
@@ -789,6 +790,7 @@ ENGINE = Engine(
     | dict.fromkeys(("ep_num_redundant_experts", "enable_eplb"), REDUNDANT_EXPERTS)
     | dict.fromkeys(("language_only", "encoder_urls"), BESIDE_ENCODERS)
     | dict.fromkeys(("cuda_graph_max_bs", "cuda_graph_bs"), CAPTURED_SIZES)
+    | dict.fromkeys(("enable_lora", "lora_paths"), ADAPTERS)
     | {"cpu_offload_gb": HOST_WEIGHTS},
     set_aside=frozenset(("moe_a2a_backend", "deepep_mode", "cuda_graph_max_bs", "cuda_graph_bs")),
 )

@@ -34,9 +34,11 @@ from whichlora.serving.known_models import check_known, known_note, release_note
 from whichlora.serving.other_flags import (
     ALL_TO_ALL,
     CAPTURED_SIZES,
+    CHUNKS,
     DRAFT,
     HOST_WEIGHTS,
     IMAGES,
+    KEPT_STATES,
     KERNELS_OF_VLLM,
     NO_SAY,
     OF_A_SERVER,
@@ -881,12 +883,15 @@ ENGINE = Engine(
     | dict.fromkeys(("speculative_model", "num_speculative_tokens"), DRAFT)
     | {"mm_processor_kwargs": IMAGES}
     | dict.fromkeys(("compilation_config", "cudagraph_capture_sizes"), CAPTURED_SIZES)
+    | dict.fromkeys(("long_prefill_token_threshold", "max_long_partial_prefills"), CHUNKS)
+    | dict.fromkeys(("mamba_block_size", "mamba_cache_mode"), KEPT_STATES)
     | {"enable_chunked_prefill": "cuts prompts into steps; give their max_num_batched_tokens"}
     | {"cpu_offload_gb": HOST_WEIGHTS},
     set_aside=frozenset(
         (
             *("all2all_backend", "mm_processor_kwargs", "compilation_config"),
-            *("cudagraph_capture_sizes", "enable_chunked_prefill"),
+            *("cudagraph_capture_sizes", "enable_chunked_prefill", "long_prefill_token_threshold"),
+            *("max_long_partial_prefills", "mamba_block_size", "mamba_cache_mode"),
         )
     ),
 )
