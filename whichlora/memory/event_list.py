@@ -15,7 +15,7 @@ from whichlora.memory.allocator_simulator import SMALL_BYTES, Allocator, Request
 from whichlora.memory.exllama import scratch_bytes
 from whichlora.memory.weights import linear_bytes, quantised_matrices, quantised_parts, weight_bytes
 from whichlora.spec.architecture import ModelSpec, layers_in_order, parts_of
-from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.dtypes import Dtypes, is_quantised, quantises_head
 from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.graph import TapeEvent
@@ -460,7 +460,10 @@ def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[i
         for layer, times in repeated(layers_in_order(part)):
             yield _layer_weights(layer, dtypes), 1 if layer in shared else times
     if model.head is not None and not model.head_tied:
-        yield [(block_bytes(model.head.num_weights * dtypes.head_bytes), 0)], 1
+        if quantises_head(model.head, dtypes):
+            yield from _loaded_linears((model.head,), dtypes)
+        else:
+            yield [(block_bytes(model.head.num_weights * dtypes.head_bytes), 0)], 1
     if model.tower is None:
         yield from _loaded_linears(around, dtypes)
     stored = weight_bytes(model, dtypes)

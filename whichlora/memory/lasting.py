@@ -59,6 +59,15 @@ REFERENCE_WEIGHTS = Fact(
     why="all weights are trained, so that the frozen reference is a model of its own",
     source="TRL 1.16 DPOTrainer.__init__, KTOTrainer.__init__: create_model_from_path",
 )
+LEFT_GRADIENT = Fact(
+    part="gradients",
+    what="gradient of the frozen token table",
+    shape="[vocab_size, hidden_size]",
+    dtype="embedding_bytes",
+    why="the table that took its place is not frozen; the optimizer has not heard of it, so that "
+    "nobody drops its gradient",
+    source="litgpt 0.5.13 finetune/lora.py main; bitsandbytes StableEmbedding",
+)
 EXPANSION = Fact(
     part="temporary",
     what="room for a quantised matrix in 16 bit",
@@ -94,6 +103,8 @@ def whole_step(step: TrainingStep) -> tuple[Entry, ...]:
     if step.has_reference and step.method.trains_base:
         copied = added(entry.num_bytes for entry in weights)
         entries.append(Entry(REFERENCE_WEIGHTS, copied))
+    if step.left_gradient:
+        entries.append(Entry(LEFT_GRADIENT, step.left_gradient + 0 * step.tokens))
     kernels = step.dtypes.kernels
     in_buffer = kernels.adapters and kernels.keeps_expanded and not step.dtypes.adapters_drop
     if in_buffer and step.dtypes.quant in FOUR_BIT_BNB:

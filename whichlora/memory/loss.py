@@ -301,8 +301,9 @@ def returned_logit_bytes(model: ModelSpec, dtypes: Dtypes, trainer: Trainer) -> 
     """
     # `convert_to_fp32` calls `.float()`, whose backward (`_to_copy`) reads no tensor: nothing holds
     # the narrow logits any more when the caller has the wide ones
-    in_place = _widens_in_place(model, dtypes)
-    return 4 if in_place or _widens_outputs(dtypes, trainer) else dtypes.compute_bytes
+    if _widens_in_place(model, dtypes) or _widens_outputs(dtypes, trainer):
+        return 4
+    return 4 if trainer.widens_always else dtypes.compute_bytes
 
 
 def _widens_outputs(dtypes: Dtypes, trainer: Trainer) -> bool:
@@ -429,6 +430,23 @@ ADAPTED_BACKWARD = Fact(
     dtype="compute_bytes, adapter_bytes and fp32",
     why="the loss, the head with its adapter and the last norm go backward",
     source="torch log_softmax_backward; peft lora.Linear.forward",
+)
+CHUNKED_FORWARD = Fact(
+    part="logits_and_loss",
+    what="logits and their fp32 copies",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="compute_bytes and fp32",
+    why="Fabric gives the caller fp32 copies of all outputs, before the loss is made of them",
+    source="lightning HalfPrecision.convert_output; litgpt GPT.forward",
+)
+CHUNKED_BACKWARD = Fact(
+    part="logits_and_loss",
+    what="gradients of the logits of a chunk",
+    shape="[batch_size, 128, vocab_size]",
+    dtype="fp32",
+    count="2",
+    why="the loss goes backward chunk by chunk; what a chunk saved makes room for its gradient",
+    source="litgpt chunked_cross_entropy; torch nll_loss_backward, log_softmax_backward",
 )
 LOSS_BACKWARD = Fact(
     part="logits_and_loss",

@@ -187,7 +187,9 @@ def reference_forward(step: TrainingStep) -> Entries:
 
 def _head_copy(step: TrainingStep) -> Entry:
     copied = loss.head_copy_bytes(step.model, step.dtypes, loss_head=step.run.loss_head)
-    copied = copied * (not step.adapts_head)  # `label_points` has it
+    in_points = step.adapts_head or step.trainer.chunked_loss(step.run) is not None
+    copied = copied * (not in_points)  # `label_points` has it
+    copied = copied + step.further_head_copies
     return Entry(loss.HEAD_COPY, copied + 0 * step.tokens + step.head_copy_bytes)
 
 
@@ -603,8 +605,8 @@ def table_moment(step: TrainingStep) -> dict[str, Entries]:
     transposed view, which is copied where there is none yet: `AccumulateGrad`, case 1.3.
     """
     whole = step.table_gradient * (step.accumulates and not step.tied_gradients_wait)
-    made = whole + step.looked_up_gradient
-    if not (step.adapts_table or whole):
+    made = whole + step.looked_up_gradient + step.left_gradient
+    if not (step.adapts_table or whole or step.left_gradient):
         return {}
     entries = (
         *step.static,
@@ -702,7 +704,8 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
     if step.layer_inputs is not None and step.layer_inputs.backward:
         moments["layer_inputs_backward"] = layer_inputs_backward(step)
     moments |= stream_moments(step)
-    if step.head_gradient and not LOSS_HEADS[step.run.loss_head].in_tiles:
+    in_points = step.trainer.chunked_loss(step.run) is not None  # those of `loss_backward`
+    if step.head_gradient and not (LOSS_HEADS[step.run.loss_head].in_tiles or in_points):
         moments["head_backward"] = head_backward(step)
     if step.method.copies_table:
         moments["table_backward"] = table_backward(step)

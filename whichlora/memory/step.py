@@ -38,7 +38,7 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.loss_heads import LOSS_HEADS
-from whichlora.spec.numeric import Count, floor_div, largest
+from whichlora.spec.numeric import Count, ceil_div, floor_div, largest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import (
     adapted,
@@ -486,7 +486,7 @@ class TrainingStep:
         trains_before = self.method.trains_base or trains_embedding or self.model.continues
         method = self.method
         trains_before = trains_before or bool(method.virtual_tokens) or method.copies_table
-        trains_before = trains_before or self.adapts_table
+        trains_before = trains_before or self.adapts_table or bool(self.left_gradient)
         return trains_before or self.hooks_inputs
 
     @property
@@ -624,10 +624,14 @@ class TrainingStep:
     def label_points(self) -> LabelPoints | None:
         """The head for labels, what makes an embedding, or an adapted head, and its loss.
 
+        A loss in chunks, too.
+
         None of other models.
         """
         model, dtypes = self.model, self.dtypes
-        if model.label_head is None and model.pooling is None and not self.adapts_head:
+        chunked_loss = self.trainer.chunked_loss(self.run)
+        on_tape = self.adapts_head or chunked_loss is not None
+        if model.label_head is None and model.pooling is None and not on_tape:
             return None
         layers = [layer for layer, _ in model.layers()]
         return label_points(
@@ -638,6 +642,7 @@ class TrainingStep:
             stream=stream_bytes(layers[-1], dtypes, after_norm=model.starts_in_layer_norm),
             loss_bytes=loss.loss_element_bytes(model, dtypes),
             loss_head=self.run.loss_head,
+            chunked_loss=chunked_loss,
             trains_head=bool(self.head_gradient),
             widens_outputs=self.trainer.widens_outputs,
         )
@@ -687,6 +692,20 @@ class TrainingStep:
     def head_copy_bytes(self) -> Count:
         """`table_bytes` of a head that is tied to the embedding."""
         return self.table_bytes * self.model.head_tied
+
+    @property
+    def further_head_copies(self) -> Count:
+        """16-bit copies of an fp32 head that chunks of its tokens save, but for the first.
+
+        Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`: of frozen weights none
+        is cached; litgpt 0.5.13 `GPT.forward`, `lm_head_chunk_size`.
+        """
+        computed, head = self.trainer.chunked_loss(self.run), self.model.head
+        is_cast = self.dtypes.under_autocast and self.dtypes.head_bytes > self.dtypes.compute_bytes
+        if computed is None or not computed.by_head or head is None or not is_cast:
+            return 0 * self.tokens
+        copy = head.num_weights * self.dtypes.compute_bytes
+        return (ceil_div(self.seq_len, computed.positions) - 1) * copy
 
     @cached_property
     def saved_for_backward(self) -> Entry:
@@ -762,6 +781,8 @@ class TrainingStep:
         if self.label_points is not None:
             if self.model.pooling is not None:
                 return loss.EMBEDDINGS_FORWARD, loss.EMBEDDINGS_BACKWARD
+            if self.trainer.chunked_loss(self.run) is not None:
+                return loss.CHUNKED_FORWARD, loss.CHUNKED_BACKWARD
             if self.adapts_head:
                 return loss.ADAPTED_FORWARD, loss.ADAPTED_BACKWARD
             return loss.LABELS_FORWARD, loss.LABELS_BACKWARD
@@ -1006,6 +1027,13 @@ class TrainingStep:
             table = self.model.embeddings[0]
             return table.num_params * self.param_bytes * table.trains
         return int(gradient_bytes(module for module in self.saved_modules if module.is_embedding))
+
+    @property
+    def left_gradient(self) -> int:
+        """Gradient of a frozen token table that is made in each backward, and added up."""
+        if not self.trainer.leaves_table_gradient(self.run):
+            return 0
+        return self.model.embeddings[0].num_params * self.dtypes.embedding_bytes
 
     @property
     def looked_up_gradient(self) -> Count:

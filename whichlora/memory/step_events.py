@@ -82,6 +82,7 @@ class StepEvents(TowerPlayer):
     def load(self) -> None:
         """Weights in the order of the modules, then the adapters."""
         play_loading(self.list, self.step.model, self.step.dtypes)
+        self.list.stay([self.step.left_gradient] if self.step.left_gradient else [], 1)
         if not self.step.method.trains_base:
             for tensors, times in self.trained:
                 sizes = [tensor.num_params * tensor.param_bytes for tensor in tensors]
@@ -255,6 +256,7 @@ class StepEvents(TowerPlayer):
             trains_head=bool(step.head_gradient),
             loss_head=step.run.loss_head,
             logits_loss=step.trainer.logits_loss(step.run),
+            chunked_loss=step.trainer.chunked_loss(step.run),
             tokens=step.tokens,
             sequences=step.batch_size,
             holds_outputs=step.trainer.outputs_held(step.run) != "until_loss",
@@ -488,6 +490,8 @@ class StepEvents(TowerPlayer):
         Source: torch 2.13 `InputBuffer::accumulate`: in place, unless the head's is a view.
         """
         step, is_last = self.step, model is self.stacks[-1].model
+        if step.left_gradient:  # is added to what earlier steps have left
+            self.list.die(self.list.born(step.left_gradient))
         is_shared = len(self.stacks) > 1 and not model.splits_embeddings
         width = step.param_bytes if step.method.trains_base else step.dtypes.copy_bytes
         for table in self._trained_tables(model):

@@ -8,7 +8,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.mxfp4 import packed_parts
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised
+from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised, quantises_head
 from whichlora.spec.float_blocks import FLOAT_BLOCKS
 from whichlora.spec.layer import Linear
 from whichlora.spec.numeric import Count, ceil_div
@@ -192,6 +192,16 @@ EMBEDDING_WEIGHTS = Fact(
 )
 
 
+HEAD_WEIGHTS = Fact(
+    part="weights",
+    what="quantised head",
+    shape="[vocab_size, hidden_size]",
+    dtype="quant",
+    why="loaded, and quantised as every other matrix is",
+    source="config.json; lightning BitsandbytesPrecision; memory.weights.linear_bytes",
+)
+
+
 OTHER_WEIGHTS = Fact(
     part="weights",
     what="other weights",
@@ -215,6 +225,7 @@ BUFFERS = Fact(
 WEIGHTS = {
     "layers": LAYER_WEIGHTS,
     "embeddings": EMBEDDING_WEIGHTS,
+    "head": HEAD_WEIGHTS,
     "other": OTHER_WEIGHTS,
     "buffers": BUFFERS,
 }
@@ -223,8 +234,10 @@ WEIGHTS = {
 def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
     """Bytes of what loading leaves: "layers", "embeddings" (with the head), "other", "buffers".
 
-    Kind: exact. The head is never quantised (transformers leaves the output head out), and
-    counted once with the embedding where they are tied.
+    Of a quantised head there is "head", too.
+
+    Kind: exact. transformers leaves the output head as it is, which is counted once with the
+    embedding where they are tied.
     Source: transformers 5.23 `get_keys_to_not_convert`.
     """
     layers = 0
@@ -241,6 +254,9 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
     if model.head is not None:
         in_head = model.head.num_params - model.head_tied * model.head.num_weights
         embeddings += in_head
+    of_head = {"embeddings": in_head * dtypes.head_bytes}
+    if model.head is not None and quantises_head(model.head, dtypes):
+        of_head = {"head": linear_bytes(model.head, dtypes), "embeddings": 0}
     remaining = model.loaded_params - embeddings - sum(group.num_params for group in model.groups)
     remaining += masked_head_params(model)
     outer = model.outer_linears + model.idle_linears
@@ -253,7 +269,8 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
     logit_bias = model.vocab_size if model.biases_logits else 0
     return {
         "layers": layers,
-        "embeddings": (embeddings - in_head) * dtypes.embedding_bytes + in_head * dtypes.head_bytes,
+        **of_head,
+        "embeddings": (embeddings - in_head) * dtypes.embedding_bytes + of_head["embeddings"],
         "other": remaining * dtypes.base_bytes + around,
         "buffers": model.buffer_bytes
         + (tables + logit_bias) * dtypes.compute_bytes

@@ -73,7 +73,7 @@ def around(
     dtypes = ops.dtypes
     quantised = is_quantised(linear, dtypes)
     result = ops.base(linear, x)
-    if quantised and dtypes.quant in FOUR_BIT_BNB:
+    if quantised and dtypes.quant in FOUR_BIT_BNB and dtypes.copies_four_bit:
         result = ops.copy(result)
     argument = wide = x if leaves_cast(linear, dtypes) else widened(ops, linear, x)
     if dtypes.adapters_drop:

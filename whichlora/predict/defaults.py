@@ -4,7 +4,8 @@ The rule: settings that are left open are those that files and scripts of WhichL
 which most runs fit: 16-bit weights under autocast and gradient checkpointing. What the trainer does
 by itself may take many times as much, so `predict.assumed` says it beside the answer. Only where
 the user states a release of the trainer's own library (`Trainer.dated_by`), which asks what that
-release does, are its own defaults those of the run. What a file of another tool leaves out is read
+release does, or where it has no other way (`Trainer.has_one_way`), are its own defaults those of
+the run. What a file of another tool leaves out is read
 by its importer, by the same facts.
 """
 
@@ -25,8 +26,11 @@ OF_DTYPES = ("base_dtype", "adapter_dtype", "compute_dtype")
 
 
 def is_dated(run: RunConfig) -> bool:
-    """Whether the release is stated whose defaults are those of the run."""
-    return get_trainer(run.trainer).dated_by in dict(run.libraries)
+    """Whether the trainer's own defaults are those of the run."""
+    trainer = get_trainer(run.trainer)
+    return trainer.dated_by in dict(run.libraries) or (
+        trainer.has_one_way and run.phase == "finetune"
+    )
 
 
 def own_settings(model: ModelSpec, run: RunConfig) -> dict[str, Any]:
@@ -47,7 +51,8 @@ def _own_precision(model: ModelSpec, run: RunConfig, defaults: Defaults) -> dict
     is_open = run.precision == "auto" and all(getattr(run, name) == "auto" for name in OF_DTYPES)
     is_plain = (run.quant or method.base_quant) == "none"
     if not is_open or not is_plain or "quantization_config" in model.config:
-        return {}
+        without = is_open and not defaults.autocasts_quantised
+        return precision_of_weights("no", "bfloat16", narrows_adapters=True) if without else {}
     weights = defaults.loaded_dtype(run.versions, model.dtype)
     if defaults.autocasts:
         return {"base_dtype": weights} if weights == "float32" else {}

@@ -16,7 +16,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
 from whichlora.predict.quantities import num_trained, pool_bytes, training_step
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.dtypes import is_quantised, quantises_head
 from whichlora.spec.layer import Linear
 from whichlora.spec.results import MemoryPrediction
 
@@ -328,6 +328,8 @@ def _embeddings(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
         hosted = frozenset()
     tables = [table for table in tables if table.name not in hosted]
     shapes = [(table.name, [table.rows, table.width], table.num_params) for table in tables]
+    if head is not None and quantises_head(head, job.dtypes):
+        head = None  # which has an entry of its own
     if head is not None and not model.head_tied and head.name not in hosted:
         shapes.append((head.name, [head.out_features, head.in_features], head.num_params))
     elif head is not None and head.bias:

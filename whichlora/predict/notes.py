@@ -131,7 +131,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         library = job.trainer.dated_by
         notes.append(
             f"gradient_checkpointing is off, as trainer {run.trainer} of {library} "
-            f"{dict(run.libraries)[library]} has it where nobody asks for it"
+            f"{getattr(run.versions, library)} has it where nobody asks for it"
         )
     notes += job.method.notes(run, adapted_experts)
     if idle := [name for name, _ in run.libraries if changes_nothing(name)]:

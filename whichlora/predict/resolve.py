@@ -214,7 +214,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     method = method.of(run)
     training = run.phase == "finetune"
     if training:
-        model = _trained_model(model, run, trainer)
+        run = replace(run, target_modules=trainer.own_targets(model, run.target_modules))
+        model = trainer.own_model(_trained_model(model, run, trainer), run)
         run = replace(run, loss_head=trainer.loss_of(run, model.model_type))
         check_target(model, run)
     task = task_of(run)

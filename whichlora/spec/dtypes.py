@@ -69,6 +69,10 @@ class Dtypes:
         libraries: their versions; older ones keep other things.
         narrow_head: it is in 16 bit, whatever the embeddings are.
         quantises_experts: those in one parameter are stored in 4 bit, too.
+        quantises_head: a head that is no table is stored as the other matrices are.
+        copies_four_bit: adapters add to a copy of what a 4-bit matrix returns, as PEFT's do.
+        casts_expanded: 4-bit codes are made of fp16 weights, so that each expansion is cast to the
+            dtype of the product, which is another.
         wide_expert_biases: those of experts in mxfp4 are fp32 parameters.
         linears_keep_inputs: `F.linear` of a frozen matrix keeps its input for the backward, too.
         kernels: operators of the layers that the trainer replaces.
@@ -122,6 +126,9 @@ class Dtypes:
     prefix_tokens: int = 0
     adapters_drop: bool = False
     quantises_experts: bool = False
+    quantises_head: bool = False
+    copies_four_bit: bool = True
+    casts_expanded: bool = False
     narrow_head: bool = False
     wide_expert_biases: bool = False
     linears_keep_inputs: bool = False
@@ -359,6 +366,14 @@ def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     if linear.is_subclass and not dtypes.libraries.quantises_subclasses:
         return False
     return dtypes.quant != "none" and linear.is_module and linear.quantisable
+
+
+def quantises_head(head: Linear, dtypes: Dtypes) -> bool:
+    """Whether the codes of `head` are stored, which transformers leaves as it is. Kind: exact.
+
+    Source: `Dtypes.quantises_head`; transformers 5.23 `get_keys_to_not_convert`.
+    """
+    return dtypes.quantises_head and is_quantised(head, dtypes)
 
 
 def runs_adapter(linear: Linear, dtypes: Dtypes) -> bool:

@@ -14,6 +14,7 @@ NormKind = Literal[
     "rms",
     "rms_offset",
     "rms_wide",
+    "rms_narrow",
     "rms_power",
     "rms_mixed",
     "layer",
@@ -44,6 +45,7 @@ Projection = Literal[
     "gated",
     "copied",
     "copied_keys",
+    "joined",
     "latent",
     "latent_complex",
     "latent_halves",
@@ -140,10 +142,11 @@ class Norm:
     Args:
         kind: "rms" computes in fp32 and scales the result cast back to the stream's dtype
             (Llama); "rms_wide" scales it in fp32 before (OLMo 2), "rms_offset" by (1 + weight)
-            (Gemma), "rms_power" as "rms_wide", its deviation being a power (Gemma 4); "layer" is
-            `nn.LayerNorm`; "rms_mixed" multiplies the 16-bit input by the fp32 deviation (T5);
-            "layer_steps" is LayerNorm written out in fp32 operators (Cohere); "layer_narrow" is
-            LayerNorm that follows autocast's dtype (Nemotron).
+            (Gemma), "rms_power" as "rms_wide", its deviation being a power (Gemma 4); "rms_narrow"
+            has nothing in fp32 (lit-gpt of 2023); "layer" is `nn.LayerNorm`; "rms_mixed"
+            multiplies the 16-bit input by the fp32 deviation (T5); "layer_steps" is LayerNorm
+            written out in fp32 operators (Cohere); "layer_narrow" is LayerNorm that follows
+            autocast's dtype (Nemotron).
         rows: 1 for the hidden state, the number of heads for a norm over one head.
         separate: how many modules it is, each of a part of `width`, whose results are joined; 0
             for one.
@@ -263,7 +266,8 @@ class Attention:
             keys (Falcon-H1); "gated", whose queries come with a gate on the output (Qwen3-Next);
             "copied" out of a fused projection, keys and values to every query head (Falcon's new
             architecture, CodeGen), or "copied_keys", these and values as they are (Falcon with
-            one key head); "latent" from low-rank latents, whose rotation is written in single
+            one key head); "joined", one product of all three matrices, whose adapters are one, too
+            (LitGPT); "latent" from low-rank latents, whose rotation is written in single
             operators, in complex numbers, "latent_complex" (DeepSeek), or as of Llama,
             "latent_halves" (MiniCPM3); "one_by_one", each
             with a norm, also with one projection for keys and values, "one_by_one_shared", or

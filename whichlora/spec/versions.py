@@ -72,6 +72,7 @@ class Libraries:
     flashinfer: str = "0"  # 0: not installed, which only a vLLM before 0.16 asks
     triton_kernels: str = "3.5.0"  # 0: not installed, which only a vLLM before 0.12 asks
     unsloth: str = "2026.10.9"  # with the unsloth_zoo of its day
+    litgpt: str = "0.5.13"
 
     def __post_init__(self) -> None:
         for field in fields(self):

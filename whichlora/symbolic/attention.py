@@ -13,6 +13,7 @@ from whichlora.symbolic.delta_net import mix_recurrently
 from whichlora.symbolic.fused_lora import project_fused, runs_fused
 from whichlora.symbolic.gemma4 import project_in_turn
 from whichlora.symbolic.graph import Tensor
+from whichlora.symbolic.joined_qkv import project_joined
 from whichlora.symbolic.kernels import (
     ALIGNED_KEYS,
     FUSED,
@@ -274,6 +275,12 @@ def _project_copied_keys(
     return Projected(attention=attention, q=q, k=code.copy(k), v=code.copy(v))
 
 
+def _project_joined(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
+    joint, (q, k, v) = project_joined(code, attention, x, rotate)
+    every = replace(attention, num_key_value_heads=attention.num_attention_heads)
+    return Projected(attention=every, q=q, k=k, v=v, local_variables=(joint,), is_turned=True)
+
+
 def _project_latent(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     held: list[Tensor] = []
     q, k, v = latent_projections(code, attention, x, held, rotate)
@@ -305,6 +312,7 @@ _PROJECTIONS: dict[Projection, Callable[[OpEmitter, Attention, Tensor, Tensor], 
     "gated": _project_gated,
     "copied": _project_copied,
     "copied_keys": _project_copied_keys,
+    "joined": _project_joined,
     "latent": _project_latent,
     "latent_complex": _project_latent,
     "latent_halves": _project_latent,

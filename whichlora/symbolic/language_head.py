@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import Dtypes, quantises_head
 from whichlora.spec.layer import Linear
-from whichlora.spec.numeric import Count, ceil_div, next_power_of_2, smallest
+from whichlora.spec.numeric import Count, ceil_div, floor_div, next_power_of_2, smallest
 from whichlora.symbolic.altup import merge_streams
 from whichlora.symbolic.autograd import Tape
-from whichlora.symbolic.graph import Assigned, SavedTensor, Tensor
+from whichlora.symbolic.graph import FP32_BYTES, Assigned, SavedTensor, Tensor
 from whichlora.symbolic.label_head import run_label_head
 from whichlora.symbolic.layer import BlockEvents, block_events
 from whichlora.symbolic.linear_form import (
@@ -24,12 +25,13 @@ from whichlora.symbolic.linear_form import (
     per_sequence,
     per_token,
     plus,
+    scaled,
 )
 from whichlora.symbolic.masked_lm_head import run_masked_head
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.pooling import compared, pooled
 from whichlora.symbolic.traffic import StepTraffic
-from whichlora.trainers.base import LogitsLoss
+from whichlora.trainers.base import ChunkedLoss, LogitsLoss
 
 
 def end_of_stack(code: OpEmitter, model: ModelSpec, x: Tensor) -> Tensor:
@@ -111,14 +113,24 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
 
 def _head(code: OpEmitter, head: Linear, x: Tensor, *, trained: bool) -> Tensor:
     tape, dtypes = code.tape, code.dtypes
+    if quantises_head(head, dtypes):
+        return code.base(head, x)
     narrow = code.autocast(x)
     elements = constant(head.in_features * head.out_features)
     weight = tape.weight(elements, dtypes.head_bytes, trained=trained)
     used = code.autocast(weight)
     saves = [used, narrow] if trained else [used]
+    # of a frozen weight no copy is cached: each chunk makes one, and saves it
+    is_cast = used.storage >= 0 and not trained
+    keeps = [scaled(used.form, code.in_chunks - 1)] if code.in_chunks > 1 and is_cast else []
     # torch 2.13 `MmBackward0` makes the gradient of its second matrix first
     return tape.op(
-        [used, narrow], per_token(head.out_features), narrow.size, saves=saves, reshapes=True
+        [used, narrow],
+        per_token(head.out_features),
+        narrow.size,
+        saves=saves,
+        keeps=keeps,
+        reshapes=True,
     )
 
 
@@ -129,7 +141,8 @@ def _adapted_head(code: OpEmitter, head: Linear, x: Tensor) -> Tensor:
     """
     dtypes = replace(code.dtypes, base_bytes=code.dtypes.head_bytes)
     of_head = replace(code, dtypes=dtypes)
-    return of_head.method.forward(of_head, replace(head, quantisable=False), x)
+    read = replace(head, quantisable=quantises_head(head, dtypes))
+    return of_head.method.forward(of_head, read, x)
 
 
 def logits_events(
@@ -167,6 +180,41 @@ def cross_entropy(code: OpEmitter, logits: Tensor, *, width: int) -> Tensor:
     tape.hold(wide, shifted)
     tape.hold(logits)
     return loss
+
+
+def chunked_cross_entropy(
+    code: OpEmitter, logits: Tensor, computed: ChunkedLoss
+) -> tuple[Tensor, Tensor]:
+    """The loss of `logits`, and the fp32 copies of them that the caller has.
+
+    Its backward frees the log-softmax of a chunk for the gradient of its logits, so that beside
+    all of them two chunks are alive, or all gradients put together.
+
+    Kind: exact; upper bound for sequences shorter than a chunk. The end of its forward is left
+    out: the beginning of its backward has more.
+    Source: litgpt 0.5.13 utils.py `chunked_cross_entropy`; lightning 2.6.6
+    fabric/plugins/precision/half.py `HalfPrecision.convert_output`; torch 2.13
+    `nll_loss_backward`, `_log_softmax_backward_data`, `split_backward`.
+    """
+    wide = scaled(logits.elements, FP32_BYTES)
+    outputs = logits
+    if logits.size < FP32_BYTES:
+        outputs = code.tape.op([logits], logits.elements, FP32_BYTES, detached=True)
+    chunk = per_sequence(FP32_BYTES * computed.positions * logits.elements.per_token)
+    made = {"gradient": chunk, "of logits": chunk} if computed.by_head else {"whole": wide}
+    loss = code.tape.op(
+        [replace(logits, storage=-1)],  # which the caller holds, and is counted as that
+        constant(1),
+        FP32_BYTES,
+        keeps=[wide],
+        inner_backward=[
+            *itertools.starmap(Assigned, made.items()),
+            *(Assigned(name, None) for name in made),
+        ],
+        overwrites=True,
+        what="log-softmax",
+    )
+    return loss, outputs
 
 
 def compared_answers(
@@ -338,6 +386,7 @@ def head_events(
     trains_head: bool,
     loss_head: str,
     logits_loss: LogitsLoss | None,
+    chunked_loss: ChunkedLoss | None,
     tokens: int,
     sequences: int,
     holds_outputs: bool,
@@ -351,6 +400,7 @@ def head_events(
         loss_bytes: one entry of the loss.
         loss_head: "hf", "raw" for a caller that reads the logits, "liger" or "trl-fused".
         logits_loss: what that caller computes, where it is a trainer.
+        chunked_loss: how a trainer computes the cross entropy, where it does.
         tokens, sequences: of a batch, and its rows.
         holds_outputs: the caller holds them when it goes backward: they are among `copies`.
         widens_outputs: under autocast it gets fp32 copies of them.
@@ -358,7 +408,10 @@ def head_events(
     Kind: exact, as the tape is. Source: the functions above.
     """
     tape = Tape()
-    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
+    in_chunks = 0
+    if chunked_loss is not None and chunked_loss.by_head:
+        in_chunks = ceil_div(floor_div(tokens, sequences), chunked_loss.positions)
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream, in_chunks=in_chunks)
     x = tape.input(per_token(model.stream_width), stream, needs_grad=True)
     if loss_head == "trl-fused":
         sizes = {"tokens": tokens, "sequences": sequences}
@@ -374,6 +427,8 @@ def head_events(
             loss = tape.op([outputs], constant(1), 4)  # one that keeps nothing
         else:
             loss = compared_answers(code, outputs, logits_loss, sequences=sequences)
+    elif chunked_loss is not None:
+        loss, outputs = chunked_cross_entropy(code, logits, chunked_loss)
     else:
         loss, outputs = _own_loss(code, logits, width=loss_bytes, widens_outputs=widens_outputs)
     if holds_outputs:
@@ -472,19 +527,22 @@ def label_points(
     stream: int,
     loss_bytes: int,
     loss_head: str,
+    chunked_loss: ChunkedLoss | None,
     trains_head: bool,
     widens_outputs: bool,
 ) -> LabelPoints:
     """From the last layer's result to the loss, and back. Kind: exact, as the tape is.
 
-    Of labels, of embeddings, and of a vocabulary whose head has an adapter.
+    Of labels, of embeddings, and of a vocabulary whose head has an adapter or whose loss the
+    trainer computes in chunks.
 
     Args: as of `head_events`.
 
     Source: `end_of_stack`, `run_label_head`, `cross_entropy`; of embeddings `symbolic.pooling`.
     """
     tape = Tape()
-    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
+    in_chunks = int(chunked_loss is not None and chunked_loss.by_head)  # nobody says how many
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream, in_chunks=in_chunks)
     x = tape.input(per_token(model.stream_width), stream, needs_grad=True)
     states = NOTHING
     if model.pooling is not None:
@@ -493,6 +551,9 @@ def label_points(
     elif loss_head == "raw":
         logits = logits_of(code, model, x, trained=trains_head)
         tape.returns(tape.op([_read_by_caller(code, logits, widens_outputs)], constant(1), 4))
+    elif chunked_loss is not None:
+        logits = logits_of(code, model, x, trained=trains_head)
+        tape.returns(chunked_cross_entropy(code, logits, chunked_loss)[0])
     else:
         logits = logits_of(code, model, x, trained=trains_head)
         tape.returns(cross_entropy(code, logits, width=loss_bytes))

@@ -115,6 +115,8 @@ class OpEmitter:
         decoding: one token of each sequence runs, and sees those in the cache.
         makes_bias: it is the first layer of a stack, and makes the position bias that later ones
             read; else that is counted beside the layers.
+        in_chunks: parts of the tokens that a matrix is run on one by one, whose results wait for
+            the last; 0: it is run on all; 1: nobody says how many.
     """
 
     tape: Tape
@@ -129,6 +131,7 @@ class OpEmitter:
     decoding: bool = False
     makes_bias: bool = False
     reentrant: bool = False
+    in_chunks: int = 0
 
     constant = staticmethod(constant)
     per_rank = staticmethod(per_rank)
@@ -305,7 +308,8 @@ class OpEmitter:
             rstd = self._deviation(self._square(wide), rows)
             y = self.cast(self.multiply_rows(x, rstd), dtypes.base_bytes)
             return self._weighted(y, weight)
-        wide = self.cast(x, 4, f"{norm.name}: fp32 input")
+        is_narrow = norm.kind == "rms_narrow"
+        wide = x if is_narrow else self.cast(x, 4, f"{norm.name}: fp32 input")
         if norm.kind == "layer_steps":
             mean = tape.op([wide], rows, 4)
             first = tape.op([wide, mean], x.elements, 4, passes=True)
@@ -317,7 +321,7 @@ class OpEmitter:
             return self.cast(self._weighted(y, weight), x.size)
         rstd = self._deviation(self._square(wide), rows, is_power=norm.kind == "rms_power")
         y = self.multiply_rows(wide, rstd)
-        if norm.kind in ("rms_wide", "rms_offset", "rms_power"):
+        if norm.kind in ("rms_wide", "rms_narrow", "rms_offset", "rms_power"):
             if norm.weight:
                 y = self._weighted(y, weight)
                 tape.runs_beside(2 * (norm.kind == "rms_offset"))  # `1.0 + self.weight.float()`
@@ -346,21 +350,21 @@ class OpEmitter:
 
     def _square(self, x: Tensor) -> Tensor:
         # its backward: x to a power, that times two, and the product with the gradient
-        factors = (scaled(x.elements, 4), scaled(x.elements, 4))
-        return self.tape.op([x], x.elements, 4, saves=[x], inner_backward=factors)
+        return self.tape.op([x], x.elements, x.size, saves=[x], inner_backward=(x.form, x.form))
 
     def _deviation(self, squares: Tensor, rows: LinearForm, *, is_power: bool = False) -> Tensor:
+        size = squares.size
         saves = [squares] if self.dtypes.libraries.mean_keeps_input else []
-        mean = self.tape.op([squares], rows, 4, saves=saves)
+        mean = self.tape.op([squares], rows, size, saves=saves)
         # `rsqrt` saves its result, `pow` its input (derivatives.yaml)
-        shifted = self.tape.op([mean], rows, 4, passes=True)
+        shifted = self.tape.op([mean], rows, size, passes=True)
         return self.tape.op(
             [shifted],
             rows,
-            4,
+            size,
             saves=[shifted] if is_power else [],
             saves_result=not is_power,
-            inner_backward=(scaled(rows, 4), scaled(rows, 4)),
+            inner_backward=(scaled(rows, size), scaled(rows, size)),
             what="norm: reciprocal deviation",
         )
 
@@ -459,12 +463,19 @@ class OpEmitter:
         scales = weights.constant // BNB_BLOCK * 4 if dtypes.quant == "nf4-dq" else 0
         fused = fused_rows(dtypes)
         expanded = (scales, scales, dense.constant, narrowed.constant)
+        inner: list[LinearForm | Assigned]
+        inner = [self.rows.where_many(size, fused) for size in expanded]
+        if dtypes.casts_expanded:
+            inner[2:3] = [Assigned("expanded", inner[2])] * 2
+        if self.in_chunks:
+            earlier = scaled(elements, read.size)  # upper bound: the last one, too
+            inner = [Assigned("earlier", earlier), *inner, Assigned("earlier", None)]
         out = tape.op(
             [read],
             elements,
             read.size,
             saves=[given] if dtypes.libraries.linear4bit_keeps_input else [],
-            inner=[self.rows.where_many(size, fused) for size in expanded],
+            inner=inner,
             inner_backward=self._expanded_backward(weights),
             hidden=True,
             multiplies=True,
@@ -496,7 +507,8 @@ class OpEmitter:
         """
         dtypes = self.dtypes
         dense = scaled(weights, dtypes.four_bit_product_bytes)
-        if dtypes.autocasts_four_bit or not (dtypes.widens_four_bit or dtypes.recasts_four_bit):
+        is_cast = dtypes.widens_four_bit or dtypes.recasts_four_bit or dtypes.casts_expanded
+        if dtypes.autocasts_four_bit or not is_cast:
             return dense
         loaded = scaled(weights, dtypes.half_bytes)
         return [Assigned("expanded", loaded), Assigned("expanded", dense)]

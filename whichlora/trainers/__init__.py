@@ -19,6 +19,7 @@ from whichlora.trainers import (
     dpo,
     grpo,
     kto,
+    litgpt,
     llamafactory_dpo,
     llamafactory_kto,
     loop,
@@ -55,6 +56,7 @@ _TRAINERS = Members[Trainer](
             unsloth,
             unsloth_grpo,
             sentence_transformers,
+            litgpt,
         )
     ),
 )

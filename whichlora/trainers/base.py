@@ -135,11 +135,13 @@ class Defaults:
         told_dtype: what `from_pretrained` is told: a dtype, or "auto", that of the checkpoint; None
             where it is told nothing.
         autocasts: under bf16 autocast; else in the dtype of the weights.
+        autocasts_quantised: so beside quantised weights; else all is in 16 bit.
         checkpoints: layers are run again in the backward.
     """
 
     told_dtype: Literal["float32", "auto"] | None = None
     autocasts: bool = False
+    autocasts_quantised: bool = True
     checkpoints: bool = False
 
     def loaded_dtype(
@@ -200,6 +202,22 @@ class LogitsLoss:
         return "rows" if without else self.log_probabilities
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLoss:
+    """The cross entropy of fp32 logits, some positions at a time; logits of all positions stay.
+
+    The caller gets them in fp32 whatever the precision is.
+
+    Args:
+        positions: of each sequence.
+        by_head: the head makes its logits so, too; else of one tensor, whose gradient is put
+            together of those of its chunks.
+    """
+
+    positions: int
+    by_head: bool = True
+
+
 def drops_outputs(run: RunConfig) -> OutputsHeld:
     return "until_loss"
 
@@ -236,8 +254,20 @@ def _of_model(run: RunConfig) -> LogitsLoss | None:
     return None
 
 
+def _at_once(run: RunConfig) -> ChunkedLoss | None:
+    return None
+
+
 def _accepts(run: RunConfig) -> None:
     return None
+
+
+def _as_published(model: ModelSpec, run: RunConfig) -> ModelSpec:
+    return model
+
+
+def _as_asked(model: ModelSpec, targets: tuple[str, ...]) -> tuple[str, ...]:
+    return targets
 
 
 def _one(run: RunConfig) -> int:
@@ -342,12 +372,15 @@ class Trainer:
             it): until there is a loss, until its backward is done, until the step with the
             optimizer's update is done, or until the outputs of the next step take their place.
         widens_outputs: under autocast the caller gets fp32 copies of the outputs.
+        widens_always: so without autocast, by a loss of its own.
         logits_loss: what it computes of the logits that the model returns; None where the model
             or its head computes the loss.
+        chunked_loss: how it computes the cross entropy in the place of the model, if it does.
         narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
         defaults: what it does where nobody says; None where its own are what runs have here.
         dated_by: a library whose release, where a user states it, makes its defaults those of the
             run: `predict.defaults`.
+        has_one_way: its defaults hold where nobody says, since it has not what the others take.
         keeps_base: a quantised base is not prepared, whose norms stay narrow.
         narrows_adapters: those of a quantised base are cast to 16 bit.
         narrowed_names: embeddings and heads whose names contain one of these are cast to bf16, on a
@@ -362,6 +395,9 @@ class Trainer:
         staging_buffers: through which they come back, that stay on the GPU.
         hosts: which of the token table and the head lie in host memory; of a weight that both are,
             both do, or none.
+        own_model: a model of transformers → as its own code runs it; own_targets: so of the names
+            of adapted matrices.
+        leaves_table_gradient: the frozen token table gets a gradient that nobody reads or drops.
         trains_whole: targets of which it trains a copy, as of modules_to_save, and no adapter.
         quantises_experts: those in one parameter are stored in 4 bit with the rest of the base.
         names_experts: their adapters are asked for by the names of the parameters: at the asked
@@ -404,10 +440,13 @@ class Trainer:
     scored_tokens: Callable[[RunConfig], int | None] = _all_tokens
     outputs_held: Callable[[RunConfig], OutputsHeld] = drops_outputs
     widens_outputs: bool = False
+    widens_always: bool = False
     logits_loss: Callable[[RunConfig], LogitsLoss | None] = _of_model
+    chunked_loss: Callable[[RunConfig], ChunkedLoss | None] = _at_once
     narrows_embedding_states: Callable[[RunConfig], bool] = never
     defaults: Callable[[Libraries], Defaults] | None = plain_defaults
     dated_by: str = ""
+    has_one_way: bool = False
     keeps_base: Callable[[RunConfig], bool] = _has_head_of_trl
     narrows_adapters: Callable[[RunConfig], bool] = _has_head_of_trl
     narrowed_names: Callable[[RunConfig], tuple[str, ...]] = _no_names
@@ -420,6 +459,9 @@ class Trainer:
     offloads: Callable[[RunConfig], bool] = never
     staging_buffers: Callable[[RunConfig], int] = _none_of_them
     hosts: Callable[[RunConfig], frozenset[str]] = _nothing_on_host
+    own_model: Callable[[ModelSpec, RunConfig], ModelSpec] = _as_published
+    own_targets: Callable[[ModelSpec, tuple[str, ...]], tuple[str, ...]] = _as_asked
+    leaves_table_gradient: Callable[[RunConfig], bool] = never
     trains_whole: frozenset[str] = frozenset()
     quantises_experts: bool = False
     names_experts: bool = False
