@@ -89,7 +89,7 @@ QUANT = {
     "gptq-int8": "gptq-int8",
     "awq-int4": "awq-int4",
 }
-_LIBRARY = re.compile(r"(torch|transformers|peft|bitsandbytes|trl) (\d+(?:\.\d+)+)")
+_LIBRARY = re.compile(r"(torch|transformers|peft|bitsandbytes|trl|litgpt) (\d+(?:\.\d+)+)")
 
 
 def whole(text: str) -> int:

@@ -25,9 +25,6 @@ def fine_tuning(line: Line) -> Iterator[Found]:
         return
     spec = model_of(row["model_id"])
     assert spec is not None, row["model_id"]
-    if row["source"].startswith("litgpt") and spec.config.get("hidden_act") == "gelu_new":
-        # litgpt's `GptNeoxMLP` calls torch's function, transformers writes the formula out
-        spec = families.build({**spec.config, "hidden_act": "gelu_pytorch_tanh"}, name=spec.name)
     seq_len = whole(row["seq_len"])
     if row["source"].startswith("jenga") and spec.max_position_embeddings < seq_len:
         # `opt_base.py` repeats the table of learned positions
@@ -47,8 +44,6 @@ def _settings(row: Row) -> dict[str, Any]:
         settings |= {"r": whole(row["r"]), "target_modules": tuple(row["targets"].split("+"))}
     if row["dropout"]:
         settings["lora_dropout"] = float(row["dropout"])
-    if row["source"].startswith("litgpt") and row["quant"]:
-        settings["prepare_kbit"] = False  # what a preparation casts stays in bf16
     return settings | {
         "task_options": _LABELS.get(row["task"], ()),
         "gradient_checkpointing": row["gradient_checkpointing"] != "False",

@@ -109,11 +109,6 @@ EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
         "`psoft_svd` full keeps all right singular vectors of a matrix decomposed on a GPU",
     ),
     (
-        lambda one: one.source.startswith("litgpt"),
-        "litgpt's own layers, predicted as those of transformers with PEFT's adapters: it drops "
-        "the input of q, k and v once, PEFT for each of them",
-    ),
-    (
         lambda one: one.source == "jenga_reproduction",
         "what they keep is that of LoRA without autocast, to 2 %, though `--bf16` is set",
     ),
