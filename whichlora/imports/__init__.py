@@ -16,6 +16,7 @@ from whichlora.errors import ConfigError
 from whichlora.imports import (
     axolotl,
     engines,
+    litgpt,
     llamafactory,
     python,
     swift,
@@ -42,7 +43,7 @@ _TOOLS = Members[Tool](
             each.TOOL
             for each in (
                 *(trainer, trl, axolotl, llamafactory, swift, torchtune, python, unsloth),
-                unsloth_studio,
+                *(unsloth_studio, litgpt),
             )
         ),
         *engines.TOOLS,

@@ -35,7 +35,7 @@ _SERIES: Mapping[str, str] = {
     "qwen3": "Qwen/Qwen3-{}",
 }
 _MODEL, _COMPONENT = "model._component_", "_component_"
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "torch.optim.AdamW": "adamw_torch",
     "torch.optim.SGD": "sgd",
     "bitsandbytes.optim.PagedAdamW": "paged_adamw_32bit",
@@ -132,12 +132,12 @@ def _adapter(keys: Keys, builder: str) -> dict[str, Any]:
 def _optimizer(keys: Keys) -> str:
     name = keys.word("optimizer._component_", "torch.optim.AdamW")
     fused = keys.flag("optimizer.fused") and name == "torch.optim.AdamW"
-    if name not in _OPTIMIZERS:
-        text = f"{name[:60]} is not predicted; {', '.join(_OPTIMIZERS)} are"
+    if name not in OPTIMIZERS:
+        text = f"{name[:60]} is not predicted; {', '.join(OPTIMIZERS)} are"
         keys.refuse("optimizer", "optimizer._component_", text)
     if keys.flag("optimizer_in_bwd"):
         keys.refuse("optimizer", "optimizer_in_bwd", f"an update {_PIECEMEAL}")
-    return "adamw_torch_fused" if fused else _OPTIMIZERS.get(name, "adamw_torch")
+    return "adamw_torch_fused" if fused else OPTIMIZERS.get(name, "adamw_torch")
 
 
 def _loss(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
