@@ -892,7 +892,7 @@ def test_a_script_that_spreads_a_run_in_its_own_words_is_refused(
     assert prediction.run.parallel.strategy == "fsdp"
 
 
-@pytest.mark.parametrize("command", ["NPROC_PER_NODE=2 megatron sft", "tune run lora --config x"])
+@pytest.mark.parametrize("command", ["NPROC_PER_NODE=2 megatron sft", "composer train --config x"])
 def test_a_command_of_a_tool_that_is_not_known_is_no_yaml(command: str, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="has no command that trains or serves; accepted are accelerate"

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from whichlora import estimate
+from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
+from whichlora.imports.torchtune_configs import content_of
 from whichlora.units import GiB
 
 RECIPE = """
@@ -132,3 +134,89 @@ def test_several_gpus_divide_by_fsdp_2(tmp_path: Path) -> None:
     assert (settings["gpus"], settings["parallel"]) == (8, "fsdp")
     offloaded = imported(tmp_path, f"{RECIPE}fsdp_cpu_offload: True\n", gpus=8).settings
     assert offloaded["offload"]
+
+
+SINGLE = "tune run lora_finetune_single_device --config llama3_1/8B_lora_single_device"
+
+
+def commanded(folder: Path, command: str, **options: object) -> Imported:
+    path = folder / "tune.sh"
+    path.write_text(command)
+    return import_files([path], **options)  # type: ignore[arg-type]
+
+
+def test_a_command_starts_from_the_configuration_that_comes_with_it(tmp_path: Path) -> None:
+    """recipes/configs/llama3_1/8B_lora_single_device.yaml of torchtune 0.6.1."""
+    read = commanded(tmp_path, f"{SINGLE} batch_size=1 tokenizer.max_seq_len=2048")
+    assert (read.tool, read.unknown, read.refused) == ("torchtune", (), {})
+    assert {
+        "model": "meta-llama/Llama-3.1-8B",
+        "method": "lora",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "seq_len": 2048,
+        "gradient_checkpointing": True,
+        "optimizer": "adamw_torch_fused",
+        "gpus": 1,
+    }.items() <= read.settings.items()
+
+
+@pytest.mark.parametrize(
+    ("override", "optimizer"),
+    [
+        ("optimizer=torch.optim.SGD", "sgd"),
+        ("optimizer._component_=bitsandbytes.optim.AdamW8bit", "adamw_8bit"),
+        ("optimizer.fused=False", "adamw_torch"),
+    ],
+)
+def test_a_component_may_stand_in_the_place_of_its_section(
+    override: str, optimizer: str, tmp_path: Path
+) -> None:
+    read = commanded(tmp_path, f"{SINGLE} {override}")
+    assert (read.settings["optimizer"], read.unknown) == (optimizer, ())
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus"),
+    [
+        ("--nproc_per_node 4", 4),
+        ("--nnodes 2 --nproc_per_node 8", 16),
+        ("--nproc_per_node=2 --rdzv-backend c10d", 2),
+        ("--nproc_per_node gpu", None),
+    ],
+)
+def test_options_of_torchrun_stand_before_the_recipe(
+    launch: str, gpus: int | None, tmp_path: Path
+) -> None:
+    recipe = "lora_finetune_distributed --config llama3_1/8B_lora batch_size=4"
+    read = commanded(tmp_path, f"tune run {launch} {recipe}")
+    assert read.settings.get("gpus") == gpus
+    assert (read.settings["batch_size"], read.unknown, read.refused) == (4, (), {})
+    assert not read.settings["gradient_checkpointing"]
+
+
+def test_a_file_of_ones_own_is_read_with_what_stands_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    command = "tune run lora_finetune_single_device --config mine.yaml batch_size=1"
+    settings = commanded(tmp_path, command).settings
+    assert (settings["batch_size"], settings["r"]) == (1, 64)
+
+
+def test_other_recipes_and_configurations_are_refused_in_one_line(tmp_path: Path) -> None:
+    other = SINGLE.replace("lora_finetune", "lora_dpo")
+    assert (
+        "'lora_dpo_single_device' is not predicted" in commanded(tmp_path, other).refused["trainer"]
+    )
+    with pytest.raises(ConfigError, match=r"tune\.sh: config: 'x/1B' is none of those") as error:
+        commanded(tmp_path, "tune run lora_finetune_single_device --config x/1B")
+    assert "\n" not in str(error.value)
+
+
+def test_each_configuration_is_that_of_a_model() -> None:
+    content = content_of("qwen2_5/1.5B_full_single_device") or {}
+    assert content["model._component_"] == "torchtune.models.qwen2_5.qwen2_5_1_5b_instruct"
+    assert content["optimizer._component_"] == "bitsandbytes.optim.PagedAdamW"
+    assert content_of("llama3_1/8B_lora_dpo") is None

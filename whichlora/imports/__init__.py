@@ -129,7 +129,10 @@ class _Files:
             values.setdefault(tool.positional, command.files[0])
             in_shell.add(tool.positional)
         values = {name: each for name, each in values.items() if not name.startswith(IMPORT)}
-        values = tool.flat(values)
+        if settings is None:
+            values = {**_built_in(main, tool, command.options.get("config")), **tool.flat(values)}
+        else:
+            values = tool.flat(values)
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
         for name in (_ACCELERATE, "config"):
             values.pop(name, None)
@@ -250,6 +253,23 @@ class _Files:
             repeated=command.repeated,
             read_file=read_file,
         )
+
+
+def _built_in(main: Source, tool: Tool, name: Any) -> Mapping[str, Any]:
+    """The keys of a configuration that comes with the tool.
+
+    Raises:
+        ConfigError: none is called so.
+    """
+    if tool.configs is None or not isinstance(name, str):
+        return {}
+    content = tool.configs(name)
+    if content is None:
+        raise ConfigError(
+            f"{main.path}: config: {name[:80]!r} is none of those that come with {tool.name} and "
+            "are predicted; give its file with another --from"
+        )
+    return content
 
 
 def _as_config(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -451,7 +451,10 @@ class Tool:
         epochs: the key of passes over the data, and what the tool takes without it.
         steps: the key of a number of steps.
         sections: keys that hold others, which are called "section.key".
+        component: the key of a section that a text in its place means; empty: none.
         positional: the key of what stands before all options; empty: nothing does.
+        configs: the keys of a configuration that comes with it, by the name that `--config` has;
+            sections are in front of them. None where none come with it.
         images: of containers that start its program, without their tag.
     """
 
@@ -474,7 +477,9 @@ class Tool:
     epochs: tuple[str, float] = ("num_train_epochs", 3.0)
     steps: str = "max_steps"
     sections: frozenset[str] = frozenset()
+    component: str = ""
     positional: str = ""
+    configs: Callable[[str], Mapping[str, Any] | None] | None = None
     images: tuple[str, ...] = ()
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -483,6 +488,8 @@ class Tool:
         for name, value in values.items():
             if name in self.sections and isinstance(value, Mapping):
                 flat |= {f"{name}.{key}": each for key, each in value.items()}
+            elif name in self.sections and isinstance(value, str) and self.component:
+                flat[f"{name}.{self.component}"] = value
             else:
                 flat[name] = value
         return flat

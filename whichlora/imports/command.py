@@ -22,6 +22,8 @@ from whichlora.imports.shell_lines import CUT, logical_lines
 _ENDS = ";&|<>()"
 _MOST_JOINED_LINES = 200  # of one quoted text
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"([A-Za-z_][\w.]*)\+?=(.*)", re.DOTALL)
+_OF_ONE = frozenset({"config"})  # options that take one value, whatever stands behind it
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\]|:?-([^{}$]*))?\})")
 _ARRAY = re.compile(r"^([ \t]*(?:\w+ )?\w+)(\+?)=\(([^()]*)\)", re.MULTILINE)
 _WHOLE_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
@@ -361,7 +363,7 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Values by option, and the words before the first option.
 
     An option without a value is on; several words behind one are a list. `name=value` is an
-    option, too, as LLaMA-Factory takes it.
+    option, too, as LLaMA-Factory takes it, and torchtune behind its one `--config`.
     """
     options: dict[str, Any] = {}
     files: list[str] = []
@@ -373,14 +375,14 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             options[name] = value if equals else True
             if equals:
                 name = ""
-        elif name:
+        elif name and not (name in _OF_ONE and options[name] is not True):
             earlier = options[name]
             if earlier is True:
                 options[name] = word
             else:
                 options[name] = [*(earlier if isinstance(earlier, list) else [earlier]), word]
-        elif match := _ASSIGNED.fullmatch(word):
-            options[match[1]] = match[3]
+        elif match := _OVERRIDE.fullmatch(word):
+            options[match[1]] = match[2]
         else:
             files.append(word)
     return options, files

@@ -131,7 +131,7 @@ def _gpus(keys: Keys, launch: Launch) -> int | None:
 
 def _optimizer(keys: Keys, quant: str) -> str:
     """Source: `instantiate_torch_optimizer`; `instantiate_bnb_optimizer`: `PagedAdamW`."""
-    named = "optimizer" if isinstance(keys.raw("optimizer"), str) else "optimizer.class_path"
+    named = "optimizer.class_path"
     name = keys.word(named, _ADAMW)
     name = name if "." in name else f"torch.optim.{name}"
     if quant != "none":
@@ -156,6 +156,7 @@ TOOL = Tool(
     epochs=("train.epochs", 5.0),
     steps="train.max_steps",
     sections=frozenset({"train", "eval", "data", "optimizer", "log"}),
+    component="class_path",
     positional=_MODEL,
     without_effect=(
         *("out_dir", "data", "data.*", "data_dir", "eval.*", "log.*", "logger_name", "seed"),

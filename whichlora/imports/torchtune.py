@@ -1,4 +1,4 @@
-"""torchtune's YAML of its recipes for supervised fine-tuning. Keys are those of torchtune 0.6.
+"""torchtune's recipes for supervised fine-tuning: `tune run`, and YAML. Keys are those of 0.6.
 
 A plain loop in the dtype of the file, without autocast: `recipes/*_finetune_*.py`.
 """
@@ -13,6 +13,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch, Tool, method_settings
 from whichlora.imports.spread import spread_settings
+from whichlora.imports.torchtune_configs import content_of
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
@@ -54,11 +55,19 @@ _OTHER_STEPS: Mapping[str, str] = {
     "grpo_samples": "GRPO",
     "quantizer": "quantisation-aware training",
 }
+# `tune run [options of torchrun] RECIPE --config NAME key=value ...`
+_RECIPES = tuple(
+    f"{kind}_finetune_{where}"
+    for kind in ("full", "lora")
+    for where in ("single_device", "distributed")
+)
+_LAUNCHER = ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "master_port")
 _LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")  # in eight parts
 _PIECEMEAL = "of one layer at a time, without gradients of the others, is not predicted"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    launch = replace(launch, gpus=_gpus(keys, launch))
     package, builder = _builder(keys)
     settings: dict[str, Any] = {"model": _model(keys, package, builder)}
     _refuse_steps(keys)
@@ -79,6 +88,29 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings |= {"trainer": "loop-function", "prepare_kbit": False, "optimizer": _optimizer(keys)}
     settings |= _loss(keys, settings) | _spread(keys, launch)
     return settings
+
+
+def _gpus(keys: Keys, launch: Launch) -> int | None:
+    """Those of the command. A recipe behind options is the last value of one of them."""
+    words = [keys.raw(name) for name in (*_LAUNCHER, "recipe") if name in keys]
+    last = [each[-1] if isinstance(each, list) else each for each in words]
+    recipes = [each for each in last if isinstance(each, str) and not each.isdecimal()]
+    if recipes and recipes[-1] not in _RECIPES:
+        text = f"{recipes[-1][:60]!r} is not predicted; {', '.join(_RECIPES)} are"
+        keys.refuse("trainer", "recipe", text)
+    if recipes and recipes[-1].endswith("single_device"):
+        return 1
+    if launch.gpus is not None or "nproc_per_node" not in keys:
+        return launch.gpus
+    counts = []
+    for name in ("nproc_per_node", "nnodes"):
+        value = keys.raw(name) or "1"
+        counts.append(str(value[0] if isinstance(value, list) else value))
+    each, nodes = counts
+    if each.isdecimal() and nodes.isdecimal():
+        return int(each) * int(nodes)
+    keys.assume("nproc_per_node", f"{each} on {nodes}; assumed: one GPU, say --gpus")
+    return None
 
 
 def _builder(keys: Keys) -> tuple[str, str]:
@@ -175,12 +207,15 @@ def _spread(keys: Keys, launch: Launch) -> dict[str, Any]:
 
 TOOL = Tool(
     name="torchtune",
-    summary="a recipe's YAML of torchtune",
+    summary="tune run, and a recipe's YAML of torchtune",
     models=frozenset({"checkpointer"}),
     marks=frozenset({"checkpointer", "model", "tokenizer", "metric_logger", "profiler", "loss"}),
-    programs=frozenset(),
+    programs=frozenset({"tune run"}),
     read=_read,
     reads_commands=False,
+    component="_component_",
+    positional="recipe",
+    configs=content_of,
     epochs=("epochs", 1.0),
     steps="max_steps_per_epoch",
     sections=frozenset(
