@@ -38,7 +38,7 @@ CELLS = {
     "glm4": (12, 16),
     "jenga_reproduction": (9, 0),
     "lambda_benchmark": (36, 0),
-    "litgpt_config_hub": (27, 0),
+    "litgpt_config_hub": (29, 0),
     "litgpt_resource_tables": (17, 0),
     "misc_docs": (0, 2),
     "ms_swift_benchmark": (0, 83),

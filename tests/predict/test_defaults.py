@@ -10,7 +10,7 @@ from whichlora.predict.defaults import own_settings, with_open_settings
 from whichlora.spec.run import RunConfig, usual_optimizer
 from whichlora.spec.versions import Libraries
 from whichlora.store.hub import load_model
-from whichlora.trainers import list_trainers
+from whichlora.trainers import get_trainer, list_trainers
 
 OPEN: dict[str, Any] = {"precision": "auto", "gradient_checkpointing": None, "method": "full"}
 FP32 = {"precision": "fp32", "gradient_checkpointing": False}
@@ -41,10 +41,27 @@ def test_a_stated_release_of_trl_decides(release: str, settings: dict[str, Any])
 
 def test_without_a_release_runs_have_the_settings_that_fit() -> None:
     for trainer in list_trainers():
+        if get_trainer(trainer).has_one_way:
+            continue
         run = RunConfig(model="Qwen/Qwen3-0.6B", trainer=trainer, **OPEN)
         resolved = with_open_settings(load_model(run.model), run)
         assert (resolved.precision, resolved.base_dtype) == ("auto", "auto")
         assert resolved.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings"),
+    [
+        ("litgpt", {"base_dtype": "float32", "gradient_checkpointing": False}),
+        ("torchtune", {"precision": "bf16-pure", "gradient_checkpointing": True}),
+    ],
+)
+def test_a_trainer_of_one_way_has_it_without_a_release(
+    trainer: str, settings: dict[str, Any]
+) -> None:
+    run = RunConfig(model="Qwen/Qwen3-0.6B", trainer=trainer, **OPEN)
+    resolved = with_open_settings(load_model(run.model), run)
+    assert {name: getattr(resolved, name) for name in settings} == settings
 
 
 def test_from_pretrained_keeps_the_dtype_of_a_checkpoint_since_transformers_5() -> None:

@@ -108,7 +108,7 @@ def test_train_py_writes_the_kind_of_checkpointing_where_it_is_not_the_usual_one
     [
         ("LLaMA-Factory", "transformers", "such as dtypes and checkpointing"),
         ("axolotl", "transformers", "such as dtypes and checkpointing"),
-        ("torchtune", "loop-function", "--precision bf16-pure"),
+        ("lit-gpt", "litgpt", ""),
         ("GRPOTrainer", "grpo", ""),
         ("UnslothGRPOTrainer", "unsloth-grpo", ""),
         ("unsloth-dpo", "dpo", "without Unsloth's kernels"),

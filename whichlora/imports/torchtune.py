@@ -1,6 +1,6 @@
 """torchtune's recipes for supervised fine-tuning: `tune run`, and YAML. Keys are those of 0.6.
 
-A plain loop in the dtype of the file, without autocast: `recipes/*_finetune_*.py`.
+Trainer `torchtune` in the dtype of the file, without autocast: `recipes/*_finetune_*.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from whichlora.imports.base import Keys, Launch, Tool, method_settings
 from whichlora.imports.spread import spread_settings
 from whichlora.imports.torchtune_configs import content_of
 from whichlora.imports.trl import FULL_ROWS
-from whichlora.spec.run import RunConfig
-from whichlora.store.hub import load_model
 from whichlora.store.models import find_model
-from whichlora.units import format_bytes
+from whichlora.trainers import torchtune
 
 # Packages of torchtune/models → the model whose shapes their builders have, but for the size.
 _SERIES: Mapping[str, str] = {
@@ -44,7 +42,6 @@ OPTIMIZERS = {
     "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
 }
 _PARTS = {"output_proj": "o_proj"}
-_PLAIN_LENGTH = RunConfig(model="").seq_len
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _PRECISIONS = {"bf16": "bf16-pure", "fp32": "fp32"}
 # Keys of recipes whose steps are others.
@@ -62,8 +59,6 @@ _RECIPES = tuple(
     for where in ("single_device", "distributed")
 )
 _LAUNCHER = ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "master_port")
-_LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")  # in eight parts
-_PIECEMEAL = "of one layer at a time, without gradients of the others, is not predicted"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
@@ -85,8 +80,9 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if dtype not in _PRECISIONS:
         keys.refuse("precision", "dtype", f"{dtype[:40]!r} is not bf16 or fp32")
     settings |= {"precision": _PRECISIONS.get(dtype, "bf16-pure"), "attn": "sdpa"}
-    settings |= {"trainer": "loop-function", "prepare_kbit": False, "optimizer": _optimizer(keys)}
-    settings |= _loss(keys, settings) | _spread(keys, launch)
+    settings |= {"trainer": torchtune.TRAINER.name, "prepare_kbit": False}
+    settings |= {"optimizer": _optimizer(keys)} | _loss(keys)
+    settings |= _spread(keys, launch)
     return settings
 
 
@@ -167,30 +163,19 @@ def _optimizer(keys: Keys) -> str:
     if name not in OPTIMIZERS:
         text = f"{name[:60]} is not predicted; {', '.join(OPTIMIZERS)} are"
         keys.refuse("optimizer", "optimizer._component_", text)
-    if keys.flag("optimizer_in_bwd"):
-        keys.refuse("optimizer", "optimizer_in_bwd", f"an update {_PIECEMEAL}")
     return "adamw_torch_fused" if fused else OPTIMIZERS.get(name, "adamw_torch")
 
 
-def _loss(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The nearest loss head: a compiled loss in chunks holds no logits, as Liger's.
-
-    The README of torchtune has 24.9 GiB for all weights of Llama-3.2-3B at 2 x 4096 tokens, where
-    this head gives 25.2. Without `compile` autograd keeps the log-probabilities of every part.
-    """
-    loss = keys.word("loss._component_").rpartition(".")[2]
-    if loss not in _LOSSES:
-        return {"loss_head": "hf"}
-    if not keys.flag("compile"):
-        size = ""
-        with contextlib.suppress(ConfigError):
-            vocab_size = load_model(str(settings["model"])).vocab_size
-            tokens = settings["batch_size"] * settings.get("seq_len", _PLAIN_LENGTH)
-            size = f", {format_bytes(4 * vocab_size * tokens)} of {tokens} tokens"
-        text = f"its parts keep log-probabilities in fp32{size}; assumed: none, as with compile"
-        keys.assume("loss._component_", text)
-        keys.is_lower_bound = True
-    return {"loss_head": "liger"}
+def _loss(keys: Keys) -> dict[str, Any]:
+    """The loss, and the trainer's other options."""
+    switches = (torchtune.IN_BACKWARD, torchtune.OFFLOADS, torchtune.COMPILES)
+    options: dict[str, Any] = {each.name: True for each in switches if keys.flag(each.name)}
+    name = keys.word("loss._component_").rpartition(".")[2]
+    if name in torchtune.LOSSES:
+        options[torchtune.LOSS.name] = name
+    if torchtune.COMPILES.name in options:
+        keys.assume("compile", "is predicted of the loss; assumed: eager kernels in the layers")
+    return {"loss_head": "hf", "trainer_options": tuple(sorted(options.items()))}
 
 
 def _spread(keys: Keys, launch: Launch) -> dict[str, Any]:
@@ -232,7 +217,6 @@ TOOL = Tool(
     ),
     unmodelled={
         "compile": "eager kernels",
-        "enable_activation_offloading": "activations on the GPU",
         "use_flex": "SDPA",
     },
 )

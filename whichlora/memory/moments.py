@@ -12,6 +12,7 @@ from dataclasses import replace
 from whichlora.memory import kv_cache, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved
 from whichlora.memory.entries import Entry, Fact, Group, listed
+from whichlora.memory.gradients import gradient_bytes
 from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.step import TrainingStep
@@ -604,7 +605,8 @@ def table_moment(step: TrainingStep) -> dict[str, Entries]:
     A gradient of all rows is there beside the one that it is added to. That of an adapter's A is a
     transposed view, which is copied where there is none yet: `AccumulateGrad`, case 1.3.
     """
-    whole = step.table_gradient * (step.accumulates and not step.tied_gradients_wait)
+    is_apart = (step.accumulates or step.frees_gradients) and not step.tied_gradients_wait
+    whole = step.table_gradient * is_apart
     made = whole + step.looked_up_gradient + step.left_gradient
     if not (step.adapts_table or whole or step.left_gradient):
         return {}
@@ -621,7 +623,7 @@ def table_moment(step: TrainingStep) -> dict[str, Entries]:
 
 def _num_tied_parts(step: TrainingStep) -> int:
     """The head's, the embedding's, their sum or the accumulated gradient of earlier micro-steps."""
-    return 2 + step.accumulates - step.adds_tied_in_place
+    return 2 + (step.accumulates or step.frees_gradients) - step.adds_tied_in_place
 
 
 def _tied_gradients(step: TrainingStep, parts: int) -> Entry:
@@ -637,12 +639,13 @@ def optimizer_step(step: TrainingStep) -> Entries:
     # gradients outlive it; `_multi_tensor_adam` of torch makes its lists while they are there.
     # Clipping before it works in place: `_foreach_mul_` in `_clip_grads_with_norm_` of clip_grad.py
     temporaries = optimizer.step_temporary_bytes(
-        step.tensors, optimizer=step.run.optimizer, foreach=step.has_foreach
+        step.updated_last, optimizer=step.run.optimizer, foreach=step.has_foreach
     )
+    gradients = gradient_bytes(step.updated_last) * step.frees_gradients + step.all_gradients
     return (
         *step.static,
         *held_in_update(step),
-        Entry(ALL_GRADIENTS, step.all_gradients),
+        Entry(ALL_GRADIENTS, gradients),
         step.late_remainders,
         Entry(optimizer.TEMPORARIES, temporaries + 0 * step.num_trained),
     )

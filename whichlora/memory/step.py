@@ -140,8 +140,13 @@ class TrainingStep:
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients exist before the backward, which then adds to them."""
-        return self.accumulates or self.method.in_loss
+        """Whether a backward leaves no new gradients: it adds to those there are, or frees them."""
+        return self.accumulates or self.method.in_loss or self.frees_gradients
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether each gradient goes as soon as its parameter is updated."""
+        return self.trainer.updates_in_backward(self.run)
 
     # --- what is trained ------------------------------------------------------------------------
 
@@ -702,7 +707,9 @@ class TrainingStep:
         """
         computed, head = self.trainer.chunked_loss(self.run), self.model.head
         is_cast = self.dtypes.under_autocast and self.dtypes.head_bytes > self.dtypes.compute_bytes
-        if computed is None or not computed.by_head or head is None or not is_cast:
+        if computed is None or not computed.positions or not computed.by_head:
+            return 0 * self.tokens
+        if head is None or not is_cast:
             return 0 * self.tokens
         copy = head.num_weights * self.dtypes.compute_bytes
         return (ceil_div(self.seq_len, computed.positions) - 1) * copy
@@ -891,6 +898,8 @@ class TrainingStep:
 
     @cached_property
     def all_gradients(self) -> Count:
+        if self.frees_gradients:
+            return 0 * self.num_trained
         total = gradient_bytes(self.tensors) + 0 * self.num_trained
         for linear, count in adapted_linears(self.model, self.targets):
             remainders = self.method.gradient_remainders(linear, self.dtypes, self.r)
@@ -923,7 +932,9 @@ class TrainingStep:
         `mm` of a head leaves its gradient; autocast's cast and a fused head make new tensors.
         """
         is_cast = self.dtypes.under_autocast and self.param_bytes == 4
-        return is_cast or LOSS_HEADS[self.run.loss_head].in_tiles
+        computed = self.trainer.chunked_loss(self.run)
+        is_sum = computed is not None and computed.by_head  # of those of all chunks
+        return is_cast or is_sum or LOSS_HEADS[self.run.loss_head].in_tiles
 
     @cached_property
     def head_gradient(self) -> int:
@@ -947,7 +958,7 @@ class TrainingStep:
         `AccumulateGrad` adds in place; only of a tied head a second one waits.
         """
         gradient = self.head_gradient + 0 * self.num_trained
-        if self.accumulates:
+        if self.accumulates or self.frees_gradients:
             gradient = gradient * self.tied_gradients_wait
         of_head = self._gradients_of(() if self.model.head is None else (self.model.head,))
         of_head = of_head * (not self.method.trains_base)  # else `head_gradient` is it
@@ -1034,6 +1045,17 @@ class TrainingStep:
         if not self.trainer.leaves_table_gradient(self.run):
             return 0
         return self.model.embeddings[0].num_params * self.dtypes.embedding_bytes
+
+    @property
+    def updated_last(self) -> tuple[Trained, ...]:
+        """What the optimizer updates at once in the end: all, or the largest tensor alone.
+
+        Kind: upper bound where each is updated in the backward: the largest need not be the last.
+        """
+        if not self.frees_gradients:
+            return self.tensors
+        largest_one = max(self.tensors, key=lambda each: each.param_bytes * each.num_params)
+        return (replace(largest_one, count=1),)
 
     @property
     def looked_up_gradient(self) -> Count:

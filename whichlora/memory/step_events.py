@@ -623,6 +623,7 @@ def has_events(step: TrainingStep) -> bool:
         and _has_loss_events(step)
         and step.trainer.columns(step.run) is None
         and not step.method.in_loss
+        and not step.frees_gradients
     )
 
 

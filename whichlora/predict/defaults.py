@@ -56,7 +56,8 @@ def _own_precision(model: ModelSpec, run: RunConfig, defaults: Defaults) -> dict
     weights = defaults.loaded_dtype(run.versions, model.dtype)
     if defaults.autocasts:
         return {"base_dtype": weights} if weights == "float32" else {}
-    return precision_of_weights("no", weights, narrows_adapters=method.trains_base)
+    narrows = method.trains_base or defaults.narrows_adapters
+    return precision_of_weights("no", weights, narrows_adapters=narrows)
 
 
 def _can_checkpoint(model: ModelSpec, run: RunConfig) -> bool:

@@ -129,9 +129,10 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         )
     elif training and not run.gradient_checkpointing and _is_off_by_itself(job):
         library = job.trainer.dated_by
+        release = f" of {library} {getattr(run.versions, library)}" if library else ""
         notes.append(
-            f"gradient_checkpointing is off, as trainer {run.trainer} of {library} "
-            f"{getattr(run.versions, library)} has it where nobody asks for it"
+            f"gradient_checkpointing is off, as trainer {run.trainer}{release} has it where "
+            "nobody asks for it"
         )
     notes += job.method.notes(run, adapted_experts)
     if idle := [name for name, _ in run.libraries if changes_nothing(name)]:

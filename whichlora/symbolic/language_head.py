@@ -130,6 +130,8 @@ def _head(code: OpEmitter, head: Linear, x: Tensor, *, trained: bool) -> Tensor:
         narrow.size,
         saves=saves,
         keeps=keeps,
+        # each chunk makes a gradient of the weight, which is added to that of those before
+        inner_backward=weight.form if trained and code.in_chunks else NOTHING,
         reshapes=True,
     )
 
@@ -185,28 +187,37 @@ def cross_entropy(code: OpEmitter, logits: Tensor, *, width: int) -> Tensor:
 def chunked_cross_entropy(
     code: OpEmitter, logits: Tensor, computed: ChunkedLoss
 ) -> tuple[Tensor, Tensor]:
-    """The loss of `logits`, and the fp32 copies of them that the caller has.
+    """The loss of `logits`, and what the caller has of them.
 
     Its backward frees the log-softmax of a chunk for the gradient of its logits, so that beside
     all of them two chunks are alive, or all gradients put together.
 
-    Kind: exact; upper bound for sequences shorter than a chunk. The end of its forward is left
-    out: the beginning of its backward has more.
+    Kind: exact; upper bound for sequences shorter than a chunk. The end of a forward whose caller
+    has wide logits is left out: the beginning of its backward has more.
     Source: litgpt 0.5.13 utils.py `chunked_cross_entropy`; lightning 2.6.6
-    fabric/plugins/precision/half.py `HalfPrecision.convert_output`; torch 2.13
-    `nll_loss_backward`, `_log_softmax_backward_data`, `split_backward`.
+    fabric/plugins/precision/half.py `HalfPrecision.convert_output`; torchtune 0.6.1
+    modules/loss/ce_chunked_output_loss.py; torch 2.13 `nll_loss_backward`,
+    `_log_softmax_backward_data`, `split_backward`.
     """
+    if computed.compiled:
+        return _compiled_cross_entropy(code, logits, computed), logits
     wide = scaled(logits.elements, FP32_BYTES)
     outputs = logits
-    if logits.size < FP32_BYTES:
+    if computed.widened and logits.size < FP32_BYTES:
         outputs = code.tape.op([logits], logits.elements, FP32_BYTES, detached=True)
-    chunk = per_sequence(FP32_BYTES * computed.positions * logits.elements.per_token)
+    entries = FP32_BYTES * logits.elements.per_token
+    chunk = per_sequence(computed.positions * entries)
+    if not computed.positions:
+        chunk = per_token(entries // computed.parts)
     made = {"gradient": chunk, "of logits": chunk} if computed.by_head else {"whole": wide}
+    is_counted = computed.widened or computed.in_loss  # as the caller's, or made chunk by chunk
+    read = replace(logits, storage=-1) if is_counted else logits
     loss = code.tape.op(
-        [replace(logits, storage=-1)],  # which the caller holds, and is counted as that
+        [read],
         constant(1),
         FP32_BYTES,
         keeps=[wide],
+        inner=[] if computed.widened else [chunk, chunk],  # logits, and the same in fp32
         inner_backward=[
             *itertools.starmap(Assigned, made.items()),
             *(Assigned(name, None) for name in made),
@@ -215,6 +226,23 @@ def chunked_cross_entropy(
         what="log-softmax",
     )
     return loss, outputs
+
+
+def _compiled_cross_entropy(code: OpEmitter, logits: Tensor, computed: ChunkedLoss) -> Tensor:
+    """One whose kernels read the logits again in the backward, where their gradient takes over.
+
+    Kind: estimate: what torch compiles is not read, but told by torchtune's README, to 3 %.
+    Source: torchtune 0.6.1 `CEWithChunkedOutputLoss`: "compiled together for better performance".
+    """
+    chunk = per_token(logits.size * logits.elements.per_token // computed.parts)
+    return code.tape.op(
+        [logits],
+        constant(1),
+        FP32_BYTES,
+        saves=[logits],
+        inner_backward=[Assigned("gradient", chunk), Assigned("gradient", None)],
+        overwrites=True,
+    )
 
 
 def compared_answers(
@@ -410,7 +438,8 @@ def head_events(
     tape = Tape()
     in_chunks = 0
     if chunked_loss is not None and chunked_loss.by_head:
-        in_chunks = ceil_div(floor_div(tokens, sequences), chunked_loss.positions)
+        span = floor_div(tokens, sequences)
+        in_chunks = ceil_div(span, chunked_loss.positions) if chunked_loss.positions else 1
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream, in_chunks=in_chunks)
     x = tape.input(per_token(model.stream_width), stream, needs_grad=True)
     if loss_head == "trl-fused":

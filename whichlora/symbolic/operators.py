@@ -463,10 +463,10 @@ class OpEmitter:
         scales = weights.constant // BNB_BLOCK * 4 if dtypes.quant == "nf4-dq" else 0
         fused = fused_rows(dtypes)
         expanded = (scales, scales, dense.constant, narrowed.constant)
-        inner: list[LinearForm | Assigned]
-        inner = [self.rows.where_many(size, fused) for size in expanded]
+        sizes = [self.rows.where_many(size, fused) for size in expanded]
+        inner: list[LinearForm | Assigned] = [*sizes]
         if dtypes.casts_expanded:
-            inner[2:3] = [Assigned("expanded", inner[2])] * 2
+            inner[2:3] = [Assigned("expanded", sizes[2])] * 2
         if self.in_chunks:
             earlier = scaled(elements, read.size)  # upper bound: the last one, too
             inner = [Assigned("earlier", earlier), *inner, Assigned("earlier", None)]

@@ -62,7 +62,10 @@ def _word(name: str, settings: Mapping[str, Any]) -> str:
 
 def _release(run: RunConfig) -> str:
     trainer = get_trainer(run.trainer)
-    return f", as {trainer.dated_by} {dict(run.libraries)[trainer.dated_by]} has them"
+    stated = dict(run.libraries).get(trainer.dated_by)
+    if stated is None:
+        return f", as trainer {run.trainer} has them"
+    return f", as {trainer.dated_by} {stated} has them"
 
 
 def _by_themselves(told: Sequence[tuple[Prediction, Assumed]]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from whichlora.trainers import (
     reward,
     sentence_transformers,
     sft,
+    torchtune,
     transformers,
     unsloth,
     unsloth_grpo,
@@ -57,6 +58,7 @@ _TRAINERS = Members[Trainer](
             unsloth_grpo,
             sentence_transformers,
             litgpt,
+            torchtune,
         )
     ),
 )

@@ -135,6 +135,7 @@ class Defaults:
         told_dtype: what `from_pretrained` is told: a dtype, or "auto", that of the checkpoint; None
             where it is told nothing.
         autocasts: under bf16 autocast; else in the dtype of the weights.
+        narrows_adapters: without autocast they are as wide as the weights; PEFT's are fp32.
         autocasts_quantised: so beside quantised weights; else all is in 16 bit.
         checkpoints: layers are run again in the backward.
     """
@@ -142,6 +143,7 @@ class Defaults:
     told_dtype: Literal["float32", "auto"] | None = None
     autocasts: bool = False
     autocasts_quantised: bool = True
+    narrows_adapters: bool = False
     checkpoints: bool = False
 
     def loaded_dtype(
@@ -204,18 +206,24 @@ class LogitsLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLoss:
-    """The cross entropy of fp32 logits, some positions at a time; logits of all positions stay.
-
-    The caller gets them in fp32 whatever the precision is.
+    """The cross entropy in fp32 of some positions at a time; all log-softmaxes stay.
 
     Args:
-        positions: of each sequence.
+        positions: of each sequence; 0: so many that there are `parts`.
+        parts: of a batch, where these are counted.
         by_head: the head makes its logits so, too; else of one tensor, whose gradient is put
             together of those of its chunks.
+        widened: the caller gets all logits in fp32, whatever the precision is.
+        in_loss: the loss makes the logits of a chunk, so that nobody has all of them.
+        compiled: into kernels that keep the 16-bit logits and no log-softmax.
     """
 
-    positions: int
+    positions: int = 0
+    parts: int = 1
     by_head: bool = True
+    widened: bool = False
+    in_loss: bool = False
+    compiled: bool = False
 
 
 def drops_outputs(run: RunConfig) -> OutputsHeld:
@@ -397,6 +405,8 @@ class Trainer:
             both do, or none.
         own_model: a model of transformers → as its own code runs it; own_targets: so of the names
             of adapted matrices.
+        updates_in_backward: each parameter is updated as soon as its gradient is there, which then
+            goes.
         leaves_table_gradient: the frozen token table gets a gradient that nobody reads or drops.
         trains_whole: targets of which it trains a copy, as of modules_to_save, and no adapter.
         quantises_experts: those in one parameter are stored in 4 bit with the rest of the base.
@@ -461,6 +471,7 @@ class Trainer:
     hosts: Callable[[RunConfig], frozenset[str]] = _nothing_on_host
     own_model: Callable[[ModelSpec, RunConfig], ModelSpec] = _as_published
     own_targets: Callable[[ModelSpec, tuple[str, ...]], tuple[str, ...]] = _as_asked
+    updates_in_backward: Callable[[RunConfig], bool] = never
     leaves_table_gradient: Callable[[RunConfig], bool] = never
     trains_whole: frozenset[str] = frozenset()
     quantises_experts: bool = False

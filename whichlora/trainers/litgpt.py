@@ -230,7 +230,7 @@ def _outputs_held(run: RunConfig) -> OutputsHeld:
 
 def _chunked_loss(run: RunConfig) -> ChunkedLoss:
     """`finetune_full` calls the model without `lm_head_chunk_size`."""
-    return ChunkedLoss(positions=_CHUNK, by_head=run.method != "full")
+    return ChunkedLoss(positions=_CHUNK, by_head=run.method != "full", widened=True)
 
 
 def _is_stable(run: RunConfig) -> bool:
@@ -311,7 +311,7 @@ TRAINER = Trainer(
     name="litgpt",
     summary="LitGPT's finetune_lora and finetune_full, with its own model code",
     also_called={"lit-gpt": ""},
-    steps="whichlora.tracer.like_litgpt:measure_litgpt",
+    steps="whichlora.tracer.without_steps:refuse",
     library_class="litgpt.GPT",
     loss_heads=("hf",),
     outputs_held=_outputs_held,

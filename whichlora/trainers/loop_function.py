@@ -23,14 +23,9 @@ def _outputs_held(run: RunConfig) -> OutputsHeld:
     return "until_step_ends"
 
 
-_OF_TORCHTUNE = (
-    "its weights are bf16 without autocast, --precision bf16-pure; its file behind --from says the "
-    "rest"
-)
 TRAINER = replace(
     loop.TRAINER,
     name="loop-function",
-    also_called={"torchtune": _OF_TORCHTUNE},
     summary="a plain loop whose step is a function that holds `outputs`",
     outputs_held=_outputs_held,
 )
