@@ -35,6 +35,7 @@ UNASKED = {  # sources that came after the tools were asked
     "litgpt_config_hub",
     "litgpt_resource_tables",
     "nntile_overhead",
+    "torchtune_readme",
     "transformers_docs",
     "trl_notebooks",
     "unsloth_notebooks",

@@ -63,6 +63,7 @@ SOURCES: dict[str, Callable[[Line], Iterator[Found]]] = {
     "qwen2_speed": qwen_speed,
     "qwen_readme_finetune": qwen1_finetune,
     "torchtune_docs": torchtune,
+    "torchtune_readme": fine_tuning,
     "transformers_docs": fine_tuning,
     "trl_notebooks": fine_tuning,
     "unsloth_notebooks": unsloth_notebooks,

@@ -1,4 +1,4 @@
-"""Fine-tuning runs whose settings are whole: one table of columns, which seven files share.
+"""Fine-tuning runs whose settings are whole: one table of columns, which eight files share.
 
 What a cell leaves empty is what `RunConfig` has; `notes` has the page's own words.
 """
@@ -14,12 +14,16 @@ from whichlora import families
 from whichlora.spec.run import RunConfig
 
 _PLAIN = ("method", "precision", "optimizer", "attn", "trainer", "loss_head", "quant", "task")
+_OPTIONS = {"true": True}
 # Answers of a task that a page asks for: BERT-large decides between two.
 _LABELS = {"sequence-classification": (("num_labels", 2),)}
 
 
 def fine_tuning(line: Line) -> Iterator[Found]:
     row = line.row
+    if row.get("left_out"):
+        yield line.left_out("run", row["left_out"])
+        return
     if "activation_offloading" in row["notes"]:
         yield line.left_out("run", "activations offloaded to the host are not modelled")
         return
@@ -44,6 +48,11 @@ def _settings(row: Row) -> dict[str, Any]:
         settings |= {"r": whole(row["r"]), "target_modules": tuple(row["targets"].split("+"))}
     if row["dropout"]:
         settings["lora_dropout"] = float(row["dropout"])
+    if row.get("trainer_options"):
+        stated = (option.split("=") for option in row["trainer_options"].split(";"))
+        settings["trainer_options"] = tuple(
+            (name, _OPTIONS.get(value, value)) for name, value in stated
+        )
     return settings | {
         "task_options": _LABELS.get(row["task"], ()),
         "gradient_checkpointing": row["gradient_checkpointing"] != "False",

@@ -52,6 +52,7 @@ CELLS = {
     "qwen2_speed": (126, 48),
     "qwen_readme_finetune": (68, 22),
     "torchtune_docs": (0, 16),
+    "torchtune_readme": (6, 4),
     "transformers_docs": (18, 0),
     "trl_notebooks": (2, 1),
     "unsloth_notebooks": (33, 11),
