@@ -119,8 +119,8 @@ def _options(engine: Engine, keys: Keys, launch: Launch) -> dict[str, OptionValu
                 keys.read_elsewhere(denied)
                 options[name] = False
             elif parts := keys.under(name):  # --speculative-config.method mtp
-                values = {part: _value(keys, f"{name}.{part}") for part in parts}
-                options[name] = json.dumps(values)
+                named = {part: _value(keys, f"{name}.{part}") for part in parts}
+                options[name] = json.dumps(named)
         stated = [name for name in (option.name, *option.other_names) if name in options]
         if option.joiner and stated:
             values = [launch.repeated.get(name, (str(options.pop(name)),)) for name in stated]
