@@ -1,14 +1,14 @@
 """Golden predictions: what a change that must not move a figure is compared with.
 
 `tests/golden/predictions.jsonl.gz` holds thousands of seeded runs over every model, method, phase,
-option and GPU, each with its prediction or its refusal. Every tenth holds its explanation, with the
+option and GPU, and hundreds of starts of engines, each with its prediction or its refusal. Every tenth holds its explanation, with the
 predictions of its alternatives: one takes as long as forty predictions. Integers and text must be
 equal, floats to 10 significant digits.
 
     python benchmarks/golden.py                # compare all with what is predicted now
     python benchmarks/golden.py --sample 120   # compare a part, spread over the whole file
     python benchmarks/golden.py --write        # predict the same runs anew, and say what moved
-    python benchmarks/golden.py --draw 3800 --seed 15  # draw other runs, and write them
+    python benchmarks/golden.py --draw 3800 --served 600 --seed 15  # draw others, and write them
 
 Priors predict most runs. Those on the GPU of `tests/golden/coefficients.json`, a frozen copy, are
 predicted with its coefficients.
@@ -104,6 +104,33 @@ _INFERENCE: dict[str, Sequence[Any]] = {
     "quant_group_size": (32, 64),
     "libraries": OLD_LIBRARIES,
 }
+_SERVED: dict[str, Sequence[Any]] = {  # options by engine
+    "vllm": (
+        (),
+        (("gpu_memory_utilization", 0.8), ("max_num_seqs", 64)),
+        (("max_num_batched_tokens", 2048), ("enforce_eager", True)),
+        (("tensor_parallel_size", 2),),
+        (("kv_cache_dtype", "fp8"),),
+        (("enable_lora", True), ("max_loras", 4), ("max_lora_rank", 32)),
+    ),
+    "sglang": (
+        (),
+        (("mem_fraction_static", 0.8), ("chunked_prefill_size", 4096)),
+        (("tp_size", 2),),
+        (("kv_cache_dtype", "fp8_e5m2"),),
+    ),
+    "llama-cpp": (
+        (("file_type", "Q4_K_M"),),
+        (("file_type", "Q8_0"), ("n_gpu_layers", 20)),
+        (("file_type", "Q4_K_M"), ("cache_type_k", "q8_0"), ("cache_type_v", "q8_0")),
+        (("file_type", "Q4_K_M"), ("cpu_moe", True)),
+    ),
+}
+_ENGINE_LIBRARIES = {
+    "vllm": ((), (("vllm", "0.6.4"),), (("vllm", "0.10.2"),), (("vllm", "0.24.0"),)),
+    "sglang": ((), (("sglang", "0.4.6"),), (("sglang", "0.5.10"),)),
+    "llama-cpp": ((),),
+}
 
 
 Job = tuple[dict[str, Any], str, bool]
@@ -130,6 +157,28 @@ def draw(count: int, seed: int) -> Iterator[Job]:
                 settings[name] = rng.choice(values)
         gpu = CALIBRATED_GPU if rng.random() < 0.1 else rng.choice(gpus)
         yield settings, gpu, index % 10 == 0
+
+
+def draw_served(count: int, seed: int) -> Iterator[Job]:
+    """Settings and GPUs of `count` starts of engines, as of `draw`."""
+    rng = random.Random(seed)
+    models = sorted(record.hub_id for record in list_models())
+    rng.shuffle(models)
+    gpus = sorted(gpu.key for gpu in list_gpus() if gpu.kind != "cpu")
+    for index in range(count):
+        engine = rng.choice(tuple(_SERVED))
+        settings: dict[str, Any] = {
+            "model": models[index % len(models)],
+            "phase": "inference",
+            "serving": engine,
+            "serving_options": rng.choice(_SERVED[engine]),
+            "context": rng.choice((1024, 2048, 8192, 32768)),
+            "batch_size": rng.choice((1, 1, 16, 128)),  # at once
+            "libraries": rng.choice(_ENGINE_LIBRARIES[engine]),
+        }
+        if engine != "llama-cpp" and rng.random() < 0.4:
+            settings["quant"] = rng.choice(("fp8", "awq-int4", "gptq-int4", "nf4"))
+        yield settings, rng.choice(gpus), False
 
 
 def calibration_of(gpu: GpuSpec) -> Calibration:
@@ -276,13 +325,15 @@ def main() -> int:
     )
     parser.add_argument("--sample", type=int, help="compare so many rows")
     parser.add_argument("--draw", type=int, help="draw so many other runs, and write them")
+    parser.add_argument("--served", type=int, default=600, help="and so many starts of engines")
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--write", action="store_true", help="write what is predicted now")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--quiet", action="store_true", help="print differences alone")
     options = parser.parse_args()
     if options.draw:
-        rows = answers(list(draw(options.draw, options.seed)), options.processes)
+        jobs = [*draw(options.draw, options.seed), *draw_served(options.served, options.seed)]
+        rows = answers(jobs, options.processes)
         write_rows(rows)
         refused = sum("refused" in row for row in rows)
         print(f"{len(rows)} runs, {refused} of them refused: {PREDICTIONS.stat().st_size:,} bytes")
