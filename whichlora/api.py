@@ -193,7 +193,7 @@ def estimate(
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     types = _types(gpu)
-    grid = _grid(models, run_settings)
+    grid = _grid(models, run_settings, beside_files=bool(_listed(from_file)))
     if not _listed(from_file) and served_models.asks_for_models(grid):
         return served_models.largest_served(
             grid,
@@ -241,7 +241,10 @@ def explain(
     """
     name = _one_type("explain", gpu)
     grid, files = _with_files(
-        _grid(model or (), settings), from_file, stated=settings, types=[name]
+        _grid(model or (), settings, beside_files=bool(_listed(from_file))),
+        from_file,
+        stated=settings,
+        types=[name],
     )
     grid, name = combinations.of_one_target(grid, name)
     run = _one_run("explain", grid)
@@ -282,7 +285,10 @@ def life(
     """
     name = _one_type("life", gpu)
     grid, files = _with_files(
-        _grid(model or (), settings), from_file, stated=settings, types=[name]
+        _grid(model or (), settings, beside_files=bool(_listed(from_file))),
+        from_file,
+        stated=settings,
+        types=[name],
     )
     grid, name = combinations.of_one_target(grid, name)
     run = _one_run("life", grid)
@@ -319,7 +325,11 @@ def where(
     Raises:
         ConfigError: an unknown name, several runs, or settings that no accelerator can run.
     """
-    grid, files = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    grid, files = _with_files(
+        _grid(model or (), settings, beside_files=bool(_listed(from_file))),
+        from_file,
+        stated=settings,
+    )
     grid, types = combinations.of_one_number(grid, _types(gpu))
     run = _one_run("where", grid)
     return estimates.where(
@@ -592,7 +602,9 @@ def _with_files(
     return with_files(paths, grid, names, types)
 
 
-def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _grid(
+    models: str | Sequence[str], settings: Mapping[str, Any], *, beside_files: bool = False
+) -> dict[str, list[Any]]:
     accepted = RunSettings.__annotations__
     grid: dict[str, Any] = {"model": _models(models), **combinations.UNSTATED}
     for name, value in settings.items():
@@ -624,7 +636,7 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
             grid[name] = _listed(value)
         if not grid[name]:
             raise ConfigError(f"{name}: is an empty list; give a value, or leave it out")
-    return combinations.with_concurrency(grid, stated=grid)
+    return combinations.with_concurrency(grid, stated=grid, beside_files=beside_files)
 
 
 def _one_run(function: str, grid: Mapping[str, list[Any]]) -> RunConfig:

@@ -853,6 +853,19 @@ def test_what_an_engine_is_not_asked_is_one_line(args: tuple[str, ...], message:
     assert result.stderr.startswith(message)
 
 
+def test_what_a_pasted_command_is_asked_beside_it_counts(tmp_path: Path) -> None:
+    for name, text in (
+        ("serve.sh", "vllm serve Qwen/Qwen3-8B --max-model-len 16384\n"),
+        ("train.sh", "swift sft --model Qwen/Qwen3-8B --max_length 2048\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    asked = ("--gpu", "4090", "--concurrency", "4")
+    (served,) = predictions("--from", str(tmp_path / "serve.sh"), *asked, "--context", "8192")
+    assert (served["serving"]["concurrency"], served["config"]["context"]) == (4, 8192)
+    trained = whichlora("estimate", "--from", str(tmp_path / "train.sh"), *asked)
+    assert trained.stderr == "concurrency: is of phase inference; give batch_size\n"
+
+
 def test_where_takes_an_engine() -> None:
     result = whichlora(
         "where", *SERVED[1:], "--context", "8192", "--gpu", "t4-16gb,l4-24gb", "--json"

@@ -261,6 +261,38 @@ def test_the_threads_have_the_answer_of_their_log(tmp_path: Path) -> None:
     assert not any("rows are" in note or "GPUs the run has" in note for note in answer.notes)
 
 
+def test_settings_of_requests_count_beside_a_command(tmp_path: Path) -> None:
+    path = tmp_path / "serve.sh"
+    path.write_text("vllm serve Qwen/Qwen3-8B --max-model-len 16384\n")
+    (usual,) = estimate(from_file=path, gpu="4090")
+    (asked,) = estimate(
+        from_file=path, gpu="4090", concurrency=4, context=8192, prompt_len=600, max_new_tokens=200
+    )
+    assert usual.serving is not None
+    assert asked.serving is not None
+    assert (usual.run.context, usual.run.batch_size) == (16384, 1)
+    assert (asked.run.context, asked.run.batch_size, asked.run.prompt_len) == (8192, 4, 600)
+    assert asked.serving.max_concurrency > usual.serving.max_concurrency
+    for settings, fault in (
+        ({"seq_len": 2048}, "seq_len: is of phase finetune; give context"),
+        ({"batch_size": 4}, "batch_size: is not of serving vllm; give concurrency alone"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            estimate(from_file=path, gpu="4090", **settings)
+
+
+def test_settings_of_requests_are_refused_beside_a_file_that_trains(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("swift sft --model Qwen/Qwen3-8B --max_length 2048\n")
+    for settings, fault in (
+        ({"concurrency": 4}, "concurrency: is of phase inference; give batch_size"),
+        ({"context": 8192}, "context: is of phase inference; give seq_len"),
+        ({"request_rate": 2.0}, "request_rate: is of an engine that serves"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            estimate(from_file=path, gpu="4090", **settings)
+
+
 def test_a_file_of_experts_in_mxfp4_is_of_its_own_type() -> None:
     for name in ("gpt-oss-20b-mxfp4.gguf", "ggml-org/gpt-oss-120b-GGUF"):
         copy = find_copy(name)

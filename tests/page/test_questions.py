@@ -51,6 +51,7 @@ val_set_size: 0
 def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that a reader chose, as the page has it."""
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL, encoding="utf-8")
+    (tmp_path / "serve.sh").write_text("vllm serve Qwen/Qwen3-8B --max-model-len 16384\n")
     rows = [{"prompt": "why? " * (i % 7 + 1), "completion": "so. " * (i % 50)} for i in range(200)]
     lines = (json.dumps(row) + "\n" for row in rows)
     (tmp_path / "train data.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -112,6 +113,7 @@ DATA = {"data": "train data.jsonl", "epochs": "3"}
     [
         {"gpu": "4090", "from": "axolotl.yaml"},
         {"gpu": "l4", "from": "axolotl.yaml", "r": "8", "gpus": "2"},
+        {"gpu": "4090", "from": "serve.sh", "concurrency": "4", "context": "8192"},
         {"gpu": "l4", "model": LLAMA, "method": "qlora", **DATA},
         {"gpu": "l4", "model": LLAMA, "method": "qlora", "batch_size": "4", **DATA},
         {"gpu": "l4", "from": "axolotl.yaml", **DATA},

@@ -345,11 +345,13 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
     )
     from whichlora.workflow.combinations import USUAL, with_concurrency
 
-    source_of = click.get_current_context().get_parameter_source
+    context = click.get_current_context()
+    beside_files = bool(context.params.get("from_files"))
+    source_of = context.get_parameter_source
     stated = {name for name in options if source_of(name) is not click.core.ParameterSource.DEFAULT}
     open_settings = {} if "batch_size" in stated else {"batch_size": [USUAL]}
     return {
-        **with_concurrency({**options, **open_settings}, stated=stated),
+        **with_concurrency({**options, **open_settings}, stated=stated, beside_files=beside_files),
         **{name: [options[name]] for name in single},
         "trainer": list(map(own_name, options["trainer"])),
         "model": list(models),
@@ -427,7 +429,7 @@ def with_from_files(
         return settings, _with_other_names(ctx, settings, said)
     from whichlora.workflow.from_files import with_files
 
-    stated = _stated(ctx, settings)
+    stated = _stated(ctx, [*settings, "concurrency"])  # by now a batch size
     if settings["model"]:
         stated.add("model")
     if ctx.params.get("data"):

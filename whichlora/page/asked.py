@@ -44,7 +44,7 @@ class Asked:
             ConfigError: a fault of a file, or settings that exclude each other.
         """
         asked, files = settings(question), chosen_files(question)
-        is_set = {field.name for field in stated(question)} & asked.keys()
+        is_set = {field.name for field in stated(question)} & {*asked, "concurrency"}
         if not files:
             what = data(question)
             return cls(question=question, settings=asked, data=what, stated=frozenset(is_set))

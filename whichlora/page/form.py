@@ -259,7 +259,11 @@ def settings(question: Question) -> dict[str, list[Any]]:
     values = {field.name: [field.value(text)] for field, text in stated(question).items()}
     for name in _BESIDE_A_RUN:
         values.pop(name, None)
-    return combinations.with_concurrency({**combinations.UNSTATED, **values}, stated=values)
+    return combinations.with_concurrency(
+        {**combinations.UNSTATED, **values},
+        stated=values,
+        beside_files=bool(chosen_files(question)),
+    )
 
 
 def command(question: Question, name: str = "estimate") -> str:

@@ -184,38 +184,57 @@ def _optimizer(settings: Mapping[str, Any]) -> str:
     return named_optimizer(settings["optimizer"])
 
 
-def with_concurrency(settings: Mapping[str, Any], *, stated: Collection[str]) -> dict[str, Any]:
+def with_concurrency(
+    settings: Mapping[str, Any], *, stated: Collection[str], beside_files: bool = False
+) -> dict[str, Any]:
     """`settings` with the sequences at once as what a run calls them, its batch size.
 
     An engine is of inference, where no phase is given.
 
     Args:
         stated: names of those that the user gave.
+        beside_files: files of other tools may say the phase and the engine; then `check_asked`
+            is for when they are read.
 
     Raises:
-        ConfigError: both are given, a batch size beside an engine that takes none, or a length
-            that no asked phase reads.
+        ConfigError: as of `check_asked`.
     """
     asked = dict(settings)
-    engines = [name for name in asked.get("serving", ()) if name != TRANSFORMERS]
-    if engines and "phase" not in stated:
+    if _engines(asked) and "phase" not in stated:
         asked["phase"] = ["inference"]
-    if engines and "inference" not in asked.get("phase", ()):
+    if not beside_files:
+        check_asked(asked, stated)
+    concurrency = asked.pop("concurrency", [None])
+    return asked if concurrency == [None] else {**asked, "batch_size": concurrency}
+
+
+def check_asked(asked: Mapping[str, Any], stated: Collection[str]) -> None:
+    """Refuse settings of the user, `stated`, that no asked phase reads.
+
+    Raises:
+        ConfigError: one is, both a batch size and sequences at once are given, or a batch size
+            beside an engine that takes none.
+    """
+    engines = _engines(asked)
+    serves = "inference" in asked.get("phase", ())
+    if engines and not serves:
         raise ConfigError(
             f"serving: {engines[0]} is of phase inference; give it, or leave serving out"
         )
     _check_lengths(asked, stated)
     _check_rank(asked, stated)
-    concurrency = asked.pop("concurrency", [None])
-    is_given = concurrency != [None]
+    is_given = "concurrency" in stated and asked.get("concurrency") != [None]
     if "batch_size" in stated and (is_given or engines):
         fault = "is concurrency by another name" if is_given else f"is not of serving {engines[0]}"
         raise ConfigError(f"batch_size: {fault}; give concurrency alone")
-    if is_given and "inference" not in asked.get("phase", ()):
+    if is_given and not serves:
         raise ConfigError("concurrency: is of phase inference; give batch_size")
     if is_given and any(asked.get("request_rate") or ()):
         raise ConfigError("concurrency: is what request_rate leads to; give one of them")
-    return asked | ({"batch_size": concurrency} if is_given else {})
+
+
+def _engines(asked: Mapping[str, Any]) -> list[str]:
+    return [name for name in asked.get("serving", ()) if name != TRANSFORMERS]
 
 
 def _check_rank(asked: Mapping[str, Any], stated: Collection[str]) -> None:

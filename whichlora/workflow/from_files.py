@@ -17,6 +17,7 @@ from whichlora.spec.releases import installed_in
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import number_in
+from whichlora.workflow.combinations import check_asked
 from whichlora.workflow.file_images import leaves_images_out, with_file_images
 from whichlora.workflow.whole_training import FromFiles, OlderReleases
 
@@ -86,6 +87,7 @@ def with_files(
             f"{imported.path}: names no model; name it before the file: "
             f"whichlora estimate MODEL --from {imported.path}"
         )
+    check_asked(merged, stated)
     strategy = merged.get("parallel", [None])[0]
     says_number = bool(counts) or merged.get("gpus", [None]) != [None]
     if strategy is not None and "parallel" not in stated and not says_number:
