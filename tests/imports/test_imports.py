@@ -1003,17 +1003,25 @@ def test_what_goes_with_a_setting_of_the_file_falls_with_it(tmp_path: Path) -> N
         assert stored.run.base_dtype == "auto"
 
 
-def test_one_gpu_divides_nothing_and_offload_there_is_refused(tmp_path: Path) -> None:
-    text = LLAMAFACTORY + "deepspeed: ds.json\n"
-    lora, ds = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
-    (alone,) = estimate(gpu=GPU, from_file=lora, gpus=1)
-    assert any("deepspeed: divides nothing on one GPU" in note for note in alone.notes)
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    ds.write_text(json.dumps({"zero_optimization": zero}))
-    with pytest.raises(ConfigError, match="offload of one GPU is not predicted; pass --parallel"):
-        estimate(gpu=GPU, from_file=lora, gpus=1)
-    (plain,) = estimate(gpu=GPU, from_file=lora, gpus=1, parallel="none")
-    assert plain.memory == alone.memory
+def test_deepspeed_of_one_gpu_has_its_dtypes_and_its_offload(tmp_path: Path) -> None:
+    text = LLAMAFACTORY.replace("finetuning_type: lora", "finetuning_type: full")
+    full, ds = files_of(tmp_path, full_yaml=f"{text}deepspeed: ds.json\n", ds_json="{}")
+    sizes = {}
+    for name, zero in (
+        ("zero2", {"stage": 2}),
+        ("zero3", {"stage": 3}),
+        ("offloaded", {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    ):
+        ds.write_text(json.dumps({"zero_optimization": zero}))
+        (found,) = estimate(gpu="1xh100", from_file=full)
+        assert found.run.parallel.gpus == 1
+        assert found.run.parallel.strategy == f"zero{zero['stage']}"
+        sizes[name] = found.memory.device_used_bytes
+    (plain,) = estimate(gpu=GPU, from_file=full, gpus=1, parallel="none")
+    assert plain.run.parallel.is_one_device
+    assert sizes["offloaded"] < plain.memory.device_used_bytes
+    more = min(sizes["zero2"], sizes["zero3"]) - plain.memory.device_used_bytes
+    assert more > 8 * 134_515_008  # fp32 masters, and their states in place of bf16 ones
 
 
 def test_a_strategy_of_the_user_replaces_a_file_of_deepspeed_that_is_not_here(

@@ -114,6 +114,7 @@ def test_arguments(tmp_path: Path, arguments: str, settings: dict[str, Any]) -> 
             },
         ),
         ("NPROC_PER_NODE=8", "--deepspeed zero3", {"parallel": "zero3", "use_reentrant": True}),
+        ("", "--deepspeed zero3", {"parallel": "zero3", "gpus": 1}),  # one process
         (
             "NPROC_PER_NODE=2",
             "--deepspeed zero2_offload",

@@ -68,6 +68,17 @@ def test_a_smaller_batch_has_as_many_rows_in_a_step() -> None:
     assert line.startswith(f"fits with --batch-size {size} --gradient-accumulation-steps {steps}: ")
 
 
+def test_a_strategy_on_one_gpu_may_be_left_out() -> None:
+    settings = {"method": "full", "gpus": 1, "parallel": "zero3", "seq_len": 1024}
+    (way, *_) = ways = failing("a100-80gb", **settings).ways_out
+    assert way.settings["parallel"].is_one_device
+    plain = again(way, "a100-80gb", **settings)
+    assert plain.memory.device_used_bytes == pytest.approx(way.device_used_bytes, rel=0.01)
+    assert len(ways) > 1
+    line = next(iter(ways_out_lines([failing("a100-80gb", **settings)])))
+    assert line.startswith("fits without a strategy (--parallel none): ")
+
+
 def test_nothing_is_looked_for_where_a_row_fits() -> None:
     predictions = estimate(MODEL, "3090", method=["full", "qlora"], seq_len=512)
     assert {prediction.verdict for prediction in predictions} == {"fails", "fits"}

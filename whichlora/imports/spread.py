@@ -52,13 +52,16 @@ def spread_settings(keys: Keys, launch: Launch, *, fsdp_version: int = 2) -> dic
             settings["parallel"] = "ddp"
         return settings
     strategy = _strategy(keys, accelerator)
-    if launch.gpus != 1:
+    if launch.gpus != 1 or not strategy or runs_alone(strategy["parallel"]):
         return settings | strategy
-    if strategy.get("offload"):
-        keys.refuse("parallel", accelerator["key"], "offload of one GPU is not predicted")
-    elif strategy:
-        keys.assume(accelerator["key"], "divides nothing on one GPU; assumed: none of it")
+    keys.assume(accelerator["key"], "divides nothing on one GPU; assumed: none of it")
     return settings
+
+
+def runs_alone(name: str) -> bool:
+    """Whether the strategy `name` of a file is that of a run on one GPU, too."""
+    strategy = list_strategies().get(name)
+    return strategy is not None and strategy.runs_alone
 
 
 def _strategy(keys: Keys, accelerator: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
@@ -75,6 +76,7 @@ _FSDP: Mapping[str, Mapping[str, Any]] = {
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     name = keys.model(*_MODELS)
+    launch = _with_process(keys, launch)
     settings: dict[str, Any] = {"model": name}
     settings |= _length(keys) | _task(keys) | _pixels(keys, launch)
     settings |= trainer_settings(keys, launch, checkpoints=True, batch_size=1, evaluated=_eval_rows)
@@ -170,10 +172,24 @@ def _reentrant(settings: Mapping[str, Any]) -> dict[str, bool]:
     return {"use_reentrant": settings.get("parallel") != "ddp"}
 
 
+def _is_one_process(launch: Launch) -> bool:
+    return "NPROC_PER_NODE" not in launch.environment and not launch.has_launcher
+
+
+def _with_process(keys: Keys, launch: Launch) -> Launch:
+    """The launch of one process under DeepSpeed, which has one GPU.
+
+    Source: ms-swift 4.6 swift/arguments/sft_args.py, `_init_deepspeed`: several raise an error.
+    """
+    if launch.gpus is not None or "deepspeed" not in keys or not _is_one_process(launch):
+        return launch
+    keys.assume("deepspeed", "one process without NPROC_PER_NODE; assumed: on one GPU")
+    return replace(launch, gpus=1)
+
+
 def _over_gpus(launch: Launch, settings: Mapping[str, Any]) -> dict[str, str]:
     """Without `NPROC_PER_NODE` one process spreads the layers of its model over what it sees."""
-    is_one_process = "NPROC_PER_NODE" not in launch.environment and not launch.has_launcher
-    if is_one_process and settings.get("parallel") == "ddp":
+    if _is_one_process(launch) and settings.get("parallel") == "ddp":
         return {"parallel": "device-map"}
     return {}
 

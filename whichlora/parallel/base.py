@@ -257,6 +257,7 @@ class Strategy:
             the plugin), and "deepspeed" (content of its JSON). It refuses what is not modelled.
         launcher: "torchrun" starts a process per GPU, "python" one for all of them.
         takes_images: it is predicted for runs whose rows have images, too.
+        runs_alone: files that ask for it get it on one GPU, too, whose dtypes it decides.
         notes: what a user must know.
         joins_shards: it shards among the ranks of strategies with `needs_shards`, too.
         needs_shards: why it runs beside one that shards parameters alone; empty where it does not.
@@ -290,6 +291,7 @@ class Strategy:
     launcher: Literal["torchrun", "python"] = "torchrun"
     notes: Callable[[TrainingStep, Spread], tuple[str, ...]] = _no_notes
     takes_images: bool = False
+    runs_alone: bool = False
     joins_shards: bool = False
     needs_shards: str = ""
     replicas_refused: str = ""

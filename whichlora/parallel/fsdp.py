@@ -583,6 +583,7 @@ STRATEGY = Strategy(
     training_arguments=_training_arguments,
     model_arguments=_model_arguments,
     accelerate=_accelerate,
+    runs_alone=True,
     read_accelerator=_read_accelerator,
     loading=_loading,
     loading_of_others=_loading_of_others,

@@ -54,6 +54,7 @@ STRATEGY = Strategy(
     smallest=(("offload", ("optimizer",)),),
     check=deepspeed.check,
     takes_images=True,
+    runs_alone=True,
     split=deepspeed.narrowed,
     moments=_moments,
     update_share=deepspeed.update_share,

@@ -875,6 +875,7 @@ STRATEGY = Strategy(
     loading=lambda step, spread: 0,  # rank 0 maps the file, others get what it sends: `zero.Init`
     saving=saving,
     training_arguments=_training_arguments,
+    runs_alone=True,
     read_accelerator=partial(deepspeed.read_accelerator, stage=3, options=_OPTIONS),
     notes=_notes,
 )

@@ -21,7 +21,7 @@ from whichlora.predict.predict import judge_counted
 from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.parallel import AUTO, ParallelConfig
+from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.results import Prediction, WayOut
 from whichlora.spec.run import RunConfig
 
@@ -204,13 +204,18 @@ def _on_other_gpus(
 
 
 def _spreads(config: ParallelConfig) -> list[ParallelConfig]:
-    """Strategies for the GPUs of `config`, those first with which all of them compute at once."""
+    """Strategies for the GPUs of `config`, those first with which all of them compute at once.
+
+    One GPU is left the run without a strategy.
+    """
     if config.gpus == 1:
-        return []
+        return [replace(config, strategy=ONE_DEVICE, options=())]
     every = candidates(replace(config, strategy=AUTO, options=()))
     return sorted(every, key=lambda each: not _computes_at_once(each))[:MOST_SPREADS]
 
 
 def _computes_at_once(config: ParallelConfig) -> bool:
+    if config.is_one_device:
+        return True
     strategies = map(get_strategy, config.names)
     return all(each.divides == "data" or each.size_option for each in strategies)

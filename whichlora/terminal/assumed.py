@@ -114,7 +114,11 @@ def _way(way: WayOut) -> str:
     if way.gpu:
         return f"on {way.gpu}"
     config = way.settings.get("parallel")
-    words = [] if config is None else [f"on {on_gpus(config)}".replace("on ", "with ", 1)]
+    words = []
+    if config is not None and config.is_one_device:
+        words = ["without a strategy (--parallel none)"]
+    elif config is not None:
+        words = [f"on {on_gpus(config)}".replace("on ", "with ", 1)]
     flags = [
         _flag(name, value)
         for name, value in way.settings.items()

@@ -8,6 +8,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
+from whichlora.imports.spread import runs_alone
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.methods import list_methods
 from whichlora.parallel import strategy_options
@@ -69,7 +70,9 @@ def with_files(
     if trainer and imported.settings.get("trainer") == trainer:
         dropped -= {*_WITH["trainer"]}
     options = strategy_options().keys()
-    if "parallel" in stated or counts == [1]:
+    if "parallel" in stated or (
+        counts == [1] and not runs_alone(imported.settings.get("parallel", ""))
+    ):
         dropped |= {"parallel", *options}
     if counts:
         dropped |= {"nodes", *(["gpus"] if of_targets else [])}
