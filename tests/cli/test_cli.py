@@ -487,7 +487,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--loss-head", "mine"), "--loss-head: 'mine' is not known; accepted are hf"),
     (("--kv-cache", "big"), "--kv-cache: 'big' is not known; accepted are dynamic"),
     (("--phase", "train"), "--phase: 'train' is not known; accepted are finetune, inference"),
-    (("--phase", "inference", "--serve", "nf4"), "--serve: 'nf4' is not known; accepted are"),
+    (("--phase", "inference", "--serve", "nf5"), "--serve: 'nf5' is not known; accepted are"),
     (("--quant", "int3"), "--quant: 'int3' is not known; accepted are none, nf4"),
     (("--quant", "nf4", "--method", "full"), "quant: 'nf4' weights cannot be trained"),
     (("--quant", "fp4", "--gpu", "gaudi2-96gb"), "not among what bitsandbytes has for hpu"),
@@ -851,6 +851,21 @@ def test_what_an_engine_is_not_asked_is_one_line(args: tuple[str, ...], message:
     result = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", *args)
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
+
+
+def test_a_quant_behind_serve_is_of_merged_weights_as_in_recommend() -> None:
+    asked = (*SERVED[1:], "--gpu", "4090", "--context", "8192")
+    both = predictions(*asked, "--serve", "fp8, awq-int4")
+    assert both == predictions(*asked, "--quant", "fp8,awq-int4", "--serve", "merged")
+    assert [each["config"]["quant"] for each in both] == ["fp8", "awq-int4"]
+    of_files = (SERVED[1], "--serving", "llama-cpp", "--gpu", "4090", "--context", "8192")
+    (served, stored) = (predictions(*of_files, flag, "Q5_K_M") for flag in ("--serve", "--quant"))
+    assert served == stored
+    for more, fault in (
+        (("--serve", "fp8", "--quant", "fp8"), "--serve: fp8 is a --quant, which is given, too\n"),
+        (("--serve", "adapter"), "--serve: 'adapter' is not known; accepted are as-trained, merg"),
+    ):
+        assert whichlora("estimate", *asked, *more).stderr.startswith(fault)
 
 
 def test_what_a_pasted_command_is_asked_beside_it_counts(tmp_path: Path) -> None:

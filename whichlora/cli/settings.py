@@ -213,7 +213,8 @@ _SETTINGS = (
         default=None,
         help=f"How a method's model is served ({', '.join(get_args(specs.Serve))}; inference): "
         "its adapter beside the base that it was trained on, or merged into it; default: "
-        f"as-trained for {' and '.join(_SERVED_AS_TRAINED)}, else merged.",
+        f"as-trained for {' and '.join(_SERVED_AS_TRAINED)}, else merged. A quant such as fp8 "
+        "means merged weights stored so, as --quant does.",
     ),
     choices("kv-cache", "dynamic", "Key-value cache (inference)", specs.KvCache),
     choices("cache-backend", "quanto", "Quantiser of kv-cache quantized", specs.CacheBackend),
@@ -308,17 +309,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The values of every setting, as `combinations.grid` takes them, from `run_options`."""
-    from whichlora.store.quantised_names import gguf_type_named
-
-    quants: list[str | None] = [None]
-    if options["quant"] is not None:
-        asked = words("quant")(None, None, options["quant"])
-        of_files = tuple(word for word in asked if gguf_type_named(word))
-        accepted = (*get_args(specs.Quant), *of_files)
-        quants = list(words("quant", accepted)(None, None, options["quant"]))
-    serve: list[str | None] = [None]
-    if options["serve"] is not None:
-        serve = list(words("serve", tuple(get_args(specs.Serve)))(None, None, options["serve"]))
+    serve, quants = _forms(options)
     tasks = [""] if options["task"] is None else words("task")(None, None, options["task"])
     saved = []
     if options["modules_to_save"] is not None:
@@ -362,6 +353,33 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "target_modules": [tuple(options["target_modules"])],
         "modules_to_save": [tuple(saved)],
     }
+
+
+def _forms(options: Mapping[str, Any]) -> tuple[list[str | None], list[str | None]]:
+    """--serve and --quant. A quant behind --serve, as `recommend` takes it, is of merged weights.
+
+    Raises:
+        ConfigError: a word that is neither, or a quant behind both.
+    """
+    from whichlora.store.quantised_names import gguf_type_named
+
+    def listed(name: str, accepted: Sequence[str]) -> list[str | None]:
+        given = options[name]
+        return [None] if given is None else list(words(name, tuple(accepted))(None, None, given))
+
+    stored = [
+        word
+        for name in ("quant", "serve")
+        for word in (options[name] or "").split(",")
+        if gguf_type_named(word.strip())
+    ]
+    quants = [*get_args(specs.Quant), *map(str.strip, stored)]
+    behind_serve = {word.strip() for word in (options["serve"] or "").split(",")}
+    if not behind_serve & {*quants}:
+        return listed("serve", get_args(specs.Serve)), listed("quant", quants)
+    if options["quant"] is not None:
+        raise ConfigError(f"--serve: {options['serve']} is a --quant, which is given, too")
+    return ["merged"], listed("serve", quants)
 
 
 def plain_settings(
