@@ -13,6 +13,7 @@ from whichlora import families
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.spec.architecture import ModelSpec
 from whichlora.store import models
+from whichlora.store.hub import load_model
 from whichlora.store.models import (
     add_model,
     find_copy,
@@ -294,6 +295,8 @@ def test_a_quantised_copy_has_the_shapes_of_its_base(typed: str, base: str, stor
     [
         ("llama-2-7b-exl2", r"\(EXL2\), .* meta-llama/Llama-2-7b-hf with method qlora for 4 bits"),
         ("mlx-community/llama 3.1 8b-mlx-4bit", "meta-llama/Llama-3.1-8B with method qlora"),
+        ("Qwen2.5-32B-Instruct-INT8-W8A16", r"\(W8A16\), .* with quant gptq-int8, whose weights"),
+        ("llama 3.2 3b-quantized.w8a8", r"\(W8A8\), .* meta-llama/Llama-3.2-3B with quant fp8, wh"),
         ("my own model-GPTQ", "the model it was made from with quant gptq-int4"),
         ("my own model q4_K_M", "the model it was made from with --serving llama-cpp, or with"),
     ],
@@ -516,9 +519,37 @@ def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
         ("~/.cache/modelscope/hub/Qwen/Qwen2___5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
         ("/hub/models--Qwen--Qwen2.5-7B/snapshots/1a2b3c", "Qwen/Qwen2.5-7B"),
         ("/hub/Qwen__Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("/rl/models/Qwen2__5_32B_Instruct", "Qwen/Qwen2.5-32B-Instruct"),
+        ("/rl/models/Qwen2_5_14B", "Qwen/Qwen2.5-14B"),
+        ("/data/models/Qwen2.5-7B-Instruct-merged", "Qwen/Qwen2.5-7B-Instruct"),
+        ("/data/models/Qwen2.5-VL-7B-sft", "Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("/data/models/llama-3-8b-vision-tuned", ""),  # a word of other models
+        ("/data/models/Qwen2.5-7B-Instruct-AWQ", ""),
         ("/data/models/my-qwen2.5-7b-sft", ""),
+        ("/data/models/qwen", ""),
         ("/", ""),
     ],
 )
 def test_a_path_may_end_in_the_name_of_a_model(path: str, hub_id: str) -> None:
     assert named_by_path(path) == hub_id
+
+
+@pytest.mark.parametrize(
+    ("name", "hub_id"),
+    [
+        ("Qwen/Qwen3-Coder-Next-Base", "Qwen/Qwen3-Coder-Next"),
+        ("Qwen/Qwen3-8B-Instruct", "Qwen/Qwen3-8B"),
+        ("google/gemma-3-4b", "google/gemma-3-4b-pt"),
+    ],
+)
+def test_a_hub_id_that_nobody_can_look_up_is_its_sibling(name: str, hub_id: str) -> None:
+    model, sibling = load_model(name, offline=True), find_model(hub_id)
+    assert sibling is not None
+    assert (model.name, model.num_params) == (name, sibling.num_params)
+    assert f"{name}: is not known by this name; taken as {hub_id}" in model.notes
+
+
+@pytest.mark.parametrize("name", ["someone/Qwen3-8B", "mistralai/Mistral-7B-v0.5", "Qwen/Qwen9-8B"])
+def test_a_hub_id_of_another_owner_or_release_is_no_sibling(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not in the database"):
+        load_model(name, offline=True)

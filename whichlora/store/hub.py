@@ -17,7 +17,14 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.options import OptionValue, by_own_names
 from whichlora.spec.run import RunConfig
 from whichlora.store.jsonfiles import read_object
-from whichlora.store.models import find_copy, find_model, near_matches, refuse_copy, resolve_name
+from whichlora.store.models import (
+    find_copy,
+    find_model,
+    find_sibling,
+    near_matches,
+    refuse_copy,
+    resolve_name,
+)
 from whichlora.store.online import why_offline
 
 _FILE = "config.json"
@@ -30,6 +37,10 @@ _OF_MODELOPT = re.compile(r"nvfp4|fp4|mxfp8|fp8", re.IGNORECASE)
 _TAG = re.compile(r"[^/:\s]+:[^/:\s]+")
 _TYPE_OF_TAG = "Q4_K_M"
 _PAGE = "https://huggingface.co/"
+
+
+class _UnknownModelError(ConfigError):
+    """Neither the database nor the hub has the name, or the hub can't be asked."""
 
 
 def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = False) -> ModelSpec:
@@ -91,11 +102,13 @@ def _load_other(name: str, *, offline: bool) -> ModelSpec:
     """
     try:
         config = load_config(name, offline=offline)
-    except ConfigError:
-        copy = find_copy(name)
-        if copy is None:
+    except ConfigError as error:
+        found = find_copy(name)
+        if found is None and isinstance(error, _UnknownModelError):
+            found = find_sibling(name)
+        if found is None:
             raise
-        return copy
+        return found
     return families.build(config, name=name)
 
 
@@ -201,6 +214,6 @@ def _unknown(name: str, reason: str) -> ConfigError:
         return ConfigError(refusal)
     near = near_matches(name)
     hint = f"did you mean {', '.join(near)}? Or give" if near else "give a full hub id, or"
-    return ConfigError(
+    return _UnknownModelError(
         f"model: {name!r} is not in the database {reason}; {hint} the path of a config.json"
     )

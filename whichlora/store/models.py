@@ -19,7 +19,7 @@ from whichlora.spec.wide_modules import UNKNOWN_MODULES
 from whichlora.store.jsonfiles import check_schema_version, read_object, write_object
 from whichlora.store.paths import data_folder, user_models_folder
 from whichlora.store.quantised_names import StoredForm, quantised
-from whichlora.store.spellings import MAX_NEAR, match, nearest
+from whichlora.store.spellings import MAX_NEAR, match, match_start, nearest
 
 SCHEMA_VERSION = 1
 
@@ -221,6 +221,7 @@ def named_by_path(path: str) -> str:
 
     The end is its last part, that with the organisation before it, or a folder of a cache:
     `models--Qwen--Qwen3-8B` of the hub's, `Qwen/Qwen2___5-7B` of ModelScope's, `Qwen__Qwen3-8B`.
+    Else it is the model that the last part begins with: `Qwen2_5_7B`, `Qwen2.5-7B-Instruct-sft`.
     """
     parts = [part.replace("___", ".") for part in re.split(r"[/\\]+", path.strip()) if part]
     cached = [part.split("--")[1:] for part in parts if part.startswith("models--")]
@@ -231,7 +232,25 @@ def named_by_path(path: str) -> str:
             model = find_model("/".join(end))
             if model is not None:
                 return model.name
-    return ""
+    if not parts or quantised(parts[-1]):
+        return ""
+    return match_start(parts[-1], _preferred_names(*_sources()), _num_params(*_sources())) or ""
+
+
+def find_sibling(name: str) -> ModelSpec | None:
+    """The model of the same organisation that `name` names in other words, or None.
+
+    Such as Qwen/Qwen3-Coder-Next for its base: those of one name have the same shapes.
+    """
+    owner, _, own_name = name.partition("/")
+    base = None
+    with contextlib.suppress(ConfigError):
+        base = _match(own_name)
+    if base is None or base.partition("/")[0].lower() != owner.lower():
+        return None
+    model = find_model(base)
+    note = f"{name}: is not known by this name; taken as {base}"
+    return None if model is None else replace(model, name=name, notes=(*model.notes, note))
 
 
 def _find_upload(name: str) -> ModelSpec | None:

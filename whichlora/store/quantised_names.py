@@ -63,6 +63,14 @@ def _w4a16(marks: Sequence[str]) -> StoredForm:
     return StoredForm("W4A16", "quant w4a16, as vllm and sglang serve it", config)
 
 
+def _int8(marks: Sequence[str]) -> StoredForm:
+    """Integers of 8 bits by llm-compressor, beside inputs of 16 or 8 bits: no config of theirs."""
+    is_wide = "w8a16" in marks
+    instead = "gptq-int8" if is_wide else "fp8"
+    label = "W8A16" if is_wide else "W8A8"
+    return StoredForm(label, f"quant {instead}, whose weights take as many bytes")
+
+
 def _bitsandbytes(marks: Sequence[str]) -> StoredForm:
     """Source: the copies of Unsloth, which are nf4 with a nested quantisation."""
     config: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -147,6 +155,7 @@ _QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]],
     (re.compile(r"w4a16"), _w4a16),
     (re.compile(r"autoround"), _autoround),
     (re.compile(r"fp8"), _fp8),
+    (re.compile(r"w8a(16|8)"), _int8),
     (re.compile(rf"gguf|ggml|{_GGUF_TYPE.pattern}"), _gguf),
     (
         re.compile(r"exl[23]|mlx|hqq|aqlm|eetq|mxfp4(a16)?"),
@@ -172,7 +181,7 @@ def quantised(name: str, owner: str = "") -> tuple[StoredForm, str] | None:
     Args:
         owner: who uploaded it, where the name says so.
     """
-    parts = re.split(r"[-:/\s]+|\.(?=gg|i?q\d|w4a16)|_(?=gptq|awq|gguf|bnb)", name.lower())
+    parts = re.split(r"[-:/\s]+|\.(?=gg|i?q\d|w[48]a)|_(?=gptq|awq|gguf|bnb)", name.lower())
     marks = [part for part in parts if any(pattern.fullmatch(part) for pattern, _ in _QUANTISED)]
     for pattern, form in _QUANTISED:
         first = [mark for mark in marks if pattern.fullmatch(mark)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +20,10 @@ _TOKEN = re.compile(
     r"\d+x\d+(?:\.\d+)?b|a\d+(?:\.\d+)?b(?![a-z0-9])|\d+(?:\.\d+)?[bmk]\d?(?![a-z0-9])"
     r"|v\d+(?:\.\d+)*|\d+(?:\.\d+)*|[a-z]+"
 )
-_DECIMAL_UNDERSCORE = re.compile(r"(?<=\d)_(?=\d(?!\d))")  # phi-1_5, stablelm-2-1_6b
+# phi-1_5, stablelm-2-1_6b; ModelScope's folders have three of them in place of a dot
+_DECIMAL_UNDERSCORE = re.compile(r"(?<=\d)_{1,3}(?=\d(?!\d))")
 _SIZE = re.compile(r"\d+x\d+(\.\d+)?b|a?\d+(\.\d+)?[bm]\d?")
+_SEPARATOR = re.compile(r"[-_ ]+")
 _CONTEXT = re.compile(r"\d+k")
 _VERSION = re.compile(r"v\d+(\.\d+)*")
 _DATE = re.compile(r"2[3-9](0[1-9]|1[0-2])|(0[1-9]|1[0-2])[0-3]\d")  # 2407, 0528
@@ -34,6 +37,7 @@ _KINDS = {
 }
 # Words that distinguish no two models of the database: the maker, a 16-bit storage.
 _NOISE = frozenset({"meta", "hf", "latest", "model", "bf16", "fp16", "library", "ollama"})
+_TRAININGS = frozenset({"sft", "dpo", "lora", "qlora"})  # which leave shapes as they are
 
 _FULL_WIDTH = re.compile(r"(?<![a-z0-9])(fp|bf)16(?![a-z0-9])")
 
@@ -56,6 +60,10 @@ class Spelling:
     def unsized(self) -> frozenset[str]:
         """The words without the size."""
         return frozenset(word for word in self.words if not _SIZE.fullmatch(word))
+
+    def as_base(self) -> Spelling:
+        """The same, of which "base" is the kind and no word."""
+        return Spelling(self.words - {"base"}, "base", self.versions)
 
     @property
     def contexts(self) -> frozenset[str]:
@@ -81,8 +89,35 @@ def match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> str
     return model
 
 
+def match_start(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> str | None:
+    """The name in `stems` that `name` begins with, as of a model that somebody trained further.
+
+    It says a size, and no word behind it is one of a model's name: Qwen2.5-7B-Instruct-sft.
+    """
+    vocabulary = _vocabulary(tuple(stems)) - _NOISE - _KINDS.keys() - _TRAININGS
+    ends = [len(name), *(found.start() for found in reversed([*_SEPARATOR.finditer(name)]))]
+    for end in ends:
+        if not vocabulary.isdisjoint(word for word in _tokens(name[end:]) if word.isalpha()):
+            return None
+        if any(map(_SIZE.fullmatch, _tokens(name[:end]))):
+            with contextlib.suppress(ConfigError):
+                model = match(name[:end], stems, params)
+                if model is not None:
+                    return model
+    return None
+
+
 def _match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> str | None:
     wanted = _spelling(name, _vocabulary(tuple(stems)))
+    found = _match_spelling(wanted, name, stems, params)
+    if found is None and "base" in wanted.words:  # no size of it: Qwen3-Coder-Next-Base
+        found = _match_spelling(wanted.as_base(), name, stems, params)
+    return found
+
+
+def _match_spelling(
+    wanted: Spelling, name: str, stems: Mapping[str, str], params: Mapping[str, int]
+) -> str | None:
     if not wanted.unsized:
         return None
     candidates = {model: _candidate(model) for model in stems}
