@@ -281,6 +281,22 @@ def test_settings_of_requests_count_beside_a_command(tmp_path: Path) -> None:
             estimate(from_file=path, gpu="4090", **settings)
 
 
+def test_a_serving_option_of_the_user_replaces_that_of_the_command_alone(tmp_path: Path) -> None:
+    path = tmp_path / "serve.sh"
+    path.write_text("vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2 --max-num-seqs 64\n")
+
+    def options(**stated: Any) -> dict[str, Any]:
+        (answer,) = estimate(from_file=path, gpu="3090", context=8192, **stated)
+        return dict(answer.run.serving_options)
+
+    of_file = {"tensor_parallel_size": 2, "max_num_seqs": 64}
+    assert options() == of_file
+    assert options(serving_options={"max_num_seqs": 8}) == {**of_file, "max_num_seqs": 8}
+    assert options(serving_options={"tp": 1}) == {**of_file, "tensor_parallel_size": 1}
+    assert options(serving="vllm") == of_file
+    assert options(serving="sglang", gpus=2) == {"tp_size": 2}  # of another engine
+
+
 def test_settings_of_requests_are_refused_beside_a_file_that_trains(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text("swift sft --model Qwen/Qwen3-8B --max_length 2048\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ from whichlora.imports.spread import runs_alone
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.methods import list_methods
 from whichlora.parallel import strategy_options
-from whichlora.serving import get_engine
-from whichlora.spec.options import by_own_names
 from whichlora.spec.releases import installed_in
-from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import number_in
 from whichlora.workflow.combinations import check_asked
@@ -28,7 +26,10 @@ _WITH = {
     "precision": ("base_dtype", "adapter_dtype", "compute_dtype"),
     "trainer": ("trainer_options", "loss_head"),
     "global_batch_size": ("gradient_accumulation_steps",),
+    "serving": ("serving_options",),
 }
+# Pairs of names and values, of which the user's replace those of the files by name.
+_PAIRS = ("serving_options", "trainer_options", "method_options", "task_options")
 
 
 def with_files(
@@ -67,8 +68,9 @@ def with_files(
     dropped = {name for given in stated for name in _WITH.get(given, ())}
     if _quantises({name: values for name, values in settings.items() if name in stated}):
         dropped.add("base_dtype")
-    if trainer and imported.settings.get("trainer") == trainer:
-        dropped -= {*_WITH["trainer"]}
+    for name in ("trainer", "serving"):
+        if name in stated and settings[name] == [imported.settings.get(name)]:
+            dropped -= {*_WITH[name]}
     options = strategy_options().keys()
     if "parallel" in stated or (
         counts == [1] and not runs_alone(imported.settings.get("parallel", ""))
@@ -78,10 +80,12 @@ def with_files(
         dropped |= {"nodes", *(["gpus"] if of_targets else [])}
     merged = dict(settings)
     for name, value in imported.settings.items():
-        if name not in stated and name not in dropped:
+        if name in dropped:
+            continue
+        if name not in stated:
             merged[name] = [value]
-    if "serving_options" in stated and "serving" not in stated:
-        merged["serving_options"] = _over_options(settings, imported)
+        elif name in _PAIRS:
+            merged[name] = [_over(value, own or ()) for own in merged[name]]
     for name, fault in imported.refused.items():
         if name not in stated:
             raise ConfigError(fault)
@@ -116,14 +120,12 @@ def with_files(
     )
 
 
-def _over_options(settings: Mapping[str, list[Any]], imported: Imported) -> list[Any]:
-    """The engine's options of a command line over those of the file, by their own names."""
-    engine = get_engine(imported.settings.get("serving", TRANSFORMERS))
-    of_file = dict(by_own_names(engine.options, imported.settings.get("serving_options", ())))
-    return [
-        tuple(sorted((of_file | dict(by_own_names(engine.options, each or ()))).items()))
-        for each in settings["serving_options"]
-    ]
+def _over(
+    pairs: Iterable[tuple[str, Any]], own: Iterable[tuple[str, Any]]
+) -> tuple[tuple[str, Any], ...]:
+    """The user's `own` options over those of a file; another name of an option counts behind it."""
+    stated = {name for name, _ in own}
+    return (*(pair for pair in pairs if pair[0] not in stated), *own)
 
 
 def _older(
