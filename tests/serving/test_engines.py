@@ -120,13 +120,18 @@ def test_a_flag_that_is_no_option_says_why(engine: str, flag: str, said: str) ->
 
 
 def test_flags_of_a_server_are_taken_and_told() -> None:
-    flags = (("seed", 4), ("enable_auto_tool_choice", True), ("moe_backend", "triton"))
+    flags = (
+        ("seed", 4),
+        ("enable_auto_tool_choice", True),
+        ("device", "cuda"),
+        ("moe_backend", "triton"),
+    )
     plain, asked = predicted(replace(RUN, serving="vllm")), replace(RUN, serving="vllm")
     answer = predicted(replace(asked, serving_options=flags))
     assert answer.serving is not None
     assert plain.serving is not None
     assert answer.serving.kv_pool_bytes == plain.serving.kv_pool_bytes
-    assert "enable_auto_tool_choice, seed: no say in what is predicted" in answer.notes
+    assert "device, enable_auto_tool_choice, seed: no say in what is predicted" in answer.notes
     assert "moe_backend: times are those of the default kernels" in answer.notes
     for flag in (" --seed 4", " --enable-auto-tool-choice", " --moe-backend triton"):
         assert flag in answer.serving.command

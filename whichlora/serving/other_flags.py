@@ -48,6 +48,7 @@ OF_VLLM = dict.fromkeys(
         *("allowed_local_media_path", "allowed_media_domains", "api_server_count"),
         *("calculate_kv_scales", "chat_template_content_format", "code_revision"),
         *("config_format", "default_chat_template_kwargs", "disable_access_log_for_endpoints"),
+        *("device", "enable_reasoning"),  # of 0.7 to 0.9
         *("disable_fastapi_docs", "disable_frontend_multiprocessing", "disable_log_requests"),
         *("disable_log_stats", "disable_uvicorn_access_log", "distributed_executor_backend"),
         *("enable_auto_tool_choice", "enable_force_include_usage", "enable_log_outputs"),
