@@ -1003,6 +1003,15 @@ def test_what_goes_with_a_setting_of_the_file_falls_with_it(tmp_path: Path) -> N
         assert stored.run.base_dtype == "auto"
 
 
+def test_a_way_to_quantise_without_bits_is_told(tmp_path: Path) -> None:
+    beside = "quantization_method: bnb\nquantization_type: nf4\n"
+    text = "quantization_method: has no effect without quantization_bit"
+    assert text in imported(tmp_path, lora_yaml=LLAMAFACTORY + beside).assumed
+    quantised = imported(tmp_path, lora_yaml=f"{LLAMAFACTORY}{beside}quantization_bit: 4\n")
+    assert text not in quantised.assumed
+    assert quantised.settings["method"] == "qlora"
+
+
 def test_deepspeed_of_one_gpu_has_its_dtypes_and_its_offload(tmp_path: Path) -> None:
     text = LLAMAFACTORY.replace("finetuning_type: lora", "finetuning_type: full")
     full, ds = files_of(tmp_path, full_yaml=f"{text}deepspeed: ds.json\n", ds_json="{}")

@@ -221,25 +221,6 @@ SentenceTransformerTrainer(model=model, args=args, loss=MultipleNegativesRanking
     assert (settings["method"], settings["gradient_checkpointing"]) == ("lora", False)
 
 
-@pytest.mark.parametrize(
-    ("switch", "targets"),
-    [
-        ("finetune_attention_modules = False", {"gate_proj", "up_proj", "down_proj"}),
-        ("finetune_mlp_modules = False", {"q_proj", "k_proj", "v_proj", "o_proj"}),
-        ("finetune_mlp_modules = True", {"all-linear"}),
-    ],
-)
-def test_switches_of_unsloth_leave_attention_or_mlps_out(
-    tmp_path: Path, switch: str, targets: set[str]
-) -> None:
-    text = UNSLOTH.replace("FastLanguageModel", "FastModel").replace(
-        'target_modules = ["q_proj", "v_proj"]', f"finetune_vision_layers = False, {switch}"
-    )
-    read = imported(tmp_path, text)
-    assert set(read.settings["target_modules"]) == targets
-    assert read.unknown == ()
-
-
 def test_a_script_of_trl_and_its_own_arguments(tmp_path: Path) -> None:
     read = imported(tmp_path, QLORA)
     assert (read.unknown, read.refused) == ((), {})
@@ -851,6 +832,28 @@ def test_an_evaluation_that_takes_more_than_training_decides(tmp_path: Path) -> 
     assert even.verdict == "fits"
     assert not any("evaluation decides" in note for note in even.notes)
     assert "evaluation" not in even.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("parts", "targets", "refused"),
+    [
+        ("", ("all-linear",), ""),
+        ("finetune_mlp_modules=False", ("attention",), ""),
+        ("finetune_attention_modules=False", ("gate_proj", "up_proj", "down_proj"), ""),
+        ("finetune_language_layers=False", (), "of the tower alone"),
+        ("finetune_attention_modules=False, finetune_mlp_modules=False", (), "adapts nothing"),
+    ],
+)
+def test_the_parts_that_unsloth_s_fast_model_adapts(
+    tmp_path: Path, parts: str, targets: tuple[str, ...], refused: str
+) -> None:
+    text = UNSLOTH.replace("FastLanguageModel", "FastModel").replace(
+        'target_modules = ["q_proj", "v_proj"]', f"finetune_vision_layers=False, {parts}"
+    )
+    read = imported(tmp_path, text.replace(", ,", ","))
+    assert refused or read.settings["target_modules"] == targets
+    assert refused in read.refused.get("target_modules", "")
+    assert not read.unknown
 
 
 def test_targets_that_unsloth_trains_whole(tmp_path: Path) -> None:

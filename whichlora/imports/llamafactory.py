@@ -154,6 +154,10 @@ def _quant(keys: Keys) -> str:
     if bits and method not in ("bnb", "bitsandbytes"):
         keys.refuse("quant", _METHOD, f"{method[:40]!r} is not predicted; bnb is")
         return "none"
+    if not bits:
+        for name in filter(keys.__contains__, (_METHOD, *_FOUR_BIT)):
+            keys.assume(name, "has no effect without quantization_bit")
+            break
     defaults: dict[str, Any] = {"quantization_bit": 0} | (_FOUR_BIT if bits == 4 else {})
     written = {name: {**quantisation(name)} for name in sorted(QUANTS)}
     for storage in written.values():

@@ -14,7 +14,7 @@ from whichlora.imports.python_calls import ENVIRONMENT
 from whichlora.imports.trainer import UNMODELLED
 from whichlora.imports.trl import COMPLETION
 from whichlora.spec.checkpoint import stored_quant
-from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
+from whichlora.spec.run import ALL_LINEAR, ATTENTION, FOUR_BIT_BNB, RunConfig
 from whichlora.store.hub import load_model
 from whichlora.trainers import Trainer, get_trainer, unsloth, unsloth_grpo
 
@@ -33,7 +33,9 @@ _SEEING = ("FastModel", "FastVisionModel")
 _USUAL_LENGTH = 2048
 _PROMPT_TOKENS = 512  # where the answers' are computed
 _STANDBY = f"{ENVIRONMENT}.{unsloth_grpo.STANDBY.name}"
-_PARTS = tuple(f"{_ADAPTS}.finetune_{part}" for part in ("attention_modules", "mlp_modules"))
+_PARTS = tuple(
+    f"{_ADAPTS}.finetune_{part}" for part in ("language_layers", "attention_modules", "mlp_modules")
+)
 _CHECKPOINTS = "use_gradient_checkpointing"
 _EMBEDDING_RATE = "embedding_learning_rate"
 
@@ -93,10 +95,14 @@ def _usual_targets(keys: Keys, *, sees: bool) -> tuple[str, ...]:
 
     Source: unsloth_zoo 2026.10.9 peft_utils.py `get_peft_regex`.
     """
-    attention, mlp = (keys.flag(name, True) for name in _PARTS)
+    language, attention, mlp = (keys.flag(name, True) for name in _PARTS)
+    if not language:
+        keys.refuse("target_modules", _PARTS[0], "adapters of the tower alone are not predicted")
+    elif not (attention or mlp):
+        keys.refuse("target_modules", _PARTS[2], "adapts nothing")
     if attention == mlp:
         return (ALL_LINEAR,) if sees else _TARGETS
-    return _TARGETS[:4] if attention else _TARGETS[4:]
+    return (ATTENTION,) if attention else _TARGETS[4:]
 
 
 def _upload(keys: Keys, quant: str, trainer: Trainer | None) -> dict[str, Any]:
@@ -250,7 +256,7 @@ TOOL = Tool(
         *("use_vllm", "vllm_*"),  # it sets them
         *(f"{_LOADS}.{name}" for name in ("auto_model", "load_in_16bit", "fast_inference")),
         *(f"{_LOADS}.{name}" for name in ("max_lora_rank", "max_seq_length", "fix_tokenizer")),
-        *(f"{_LOADS}.gpu_memory_utilization", f"{_ADAPTS}.finetune_language_layers", _OFFLOADED),
+        *(f"{_LOADS}.gpu_memory_utilization", _OFFLOADED),
         *(f"{_ADAPTS}.{name}" for name in ("random_state", "loftq_config", "max_seq_length")),
         *(f"{_ADAPTS}.task_type", _EMBEDDING_RATE),
     ),
