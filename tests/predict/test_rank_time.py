@@ -114,6 +114,14 @@ def test_nodes_share_a_network() -> None:
     assert any("hgx-a100" in note for note in one.notes)
 
 
+@pytest.mark.parametrize(("gpus", "machine"), [(2, "h100-nvl"), (4, "pcie-5-peer")])
+def test_more_cards_than_a_bridge_joins_send_over_pcie(gpus: int, machine: str) -> None:
+    device = find_gpu("h200-nvl-141gb")
+    prediction = predict(MODEL, run_of(gpus=gpus), device, calibration(device))
+    assert prediction.time.is_known
+    assert any(f"links of {machine}:" in note for note in prediction.notes)
+
+
 @pytest.mark.parametrize(
     ("gpu", "fields", "line"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,14 @@ def test_every_machine_has_a_time_and_sources(name: str) -> None:
     assert {fact for fact in stated if values[fact]} <= values["sources"].keys()
 
 
-def test_an_accelerator_has_one_usual_machine() -> None:
-    usual = Counter(gpu for links in MACHINES.values() for gpu in links.gpus)
+def test_an_accelerator_has_one_usual_machine_of_a_size_and_the_least_first() -> None:
+    usual: dict[str, list[int]] = {}
+    for links in MACHINES.values():
+        for gpu in links.gpus:
+            usual.setdefault(gpu, []).append(links.gpus_per_node)
     assert set(usual) <= {gpu.key for gpu in list_gpus()}
-    assert max(usual.values()) == 1
+    assert all(sizes == sorted(set(sizes)) for sizes in usual.values())
+    assert usual["h200-nvl-141gb"] == [2, 8]  # those of a bridge, and those of a server
 
 
 def test_all_gathers_reach_the_published_bandwidth() -> None:
