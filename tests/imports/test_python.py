@@ -403,7 +403,38 @@ def test_a_loss_of_sentence_transformers_that_is_not_predicted(tmp_path: Path) -
 
 def test_a_script_that_loads_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="loads no model with from_pretrained, nor hands a tra"):
-        imported(tmp_path, "SFTTrainer(model=model, args=args)")
+        imported(tmp_path, "args = TrainingArguments('out')")
+
+
+def test_a_model_that_a_script_makes_itself_is_asked_of_the_user(tmp_path: Path) -> None:
+    path = script(tmp_path, "Trainer(model=LlamaForCausalLM(LlamaConfig()), args=args)")
+    with pytest.raises(ConfigError, match=r"`LlamaForCausalLM.*name the model before the file"):
+        estimate(gpu="h100-sxm-80gb", from_file=path)
+    (prediction,) = estimate(MODEL, gpu="h100-sxm-80gb", from_file=path)
+    assert any("made in float32" in note for note in prediction.notes)
+    assert not any("unknown keys" in note for note in prediction.notes)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("4.45.2", "loaded in float32, as"), ("4.46.0", "that of the config, bfloat16")],
+)
+def test_a_model_of_a_config_has_its_dtype(tmp_path: Path, version: str, said: str) -> None:
+    path = script(
+        tmp_path,
+        f"""
+config = AutoConfig.from_pretrained("{MODEL}", vocab_size=1000)
+model = AutoModelForCausalLM.from_config(config)
+Trainer(model=model, args=TrainingArguments("out"))
+""",
+    )
+    (prediction,) = estimate(
+        gpu="h100-sxm-80gb", from_file=path, libraries={"transformers": version}
+    )
+    assert prediction.run.model == MODEL
+    assert any(f"missing; assumed: {said}" in note for note in prediction.notes)
+    unknown = "unknown keys, not used: from_pretrained.vocab_size"
+    assert any(note.endswith(unknown) for note in prediction.notes)
 
 
 def test_a_classifier_of_the_trainer(tmp_path: Path) -> None:

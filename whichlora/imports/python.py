@@ -14,6 +14,8 @@ from whichlora.imports.python_calls import (
     ARGUMENTS,
     EARLIER,
     ENVIRONMENT,
+    LOADS,
+    MADE,
     is_trainer,
     model_wrappers,
 )
@@ -65,6 +67,7 @@ IDLE = (
     *(f"from_pretrained.{name}" for name in _LOADING),
     *("LoraConfig.task_type", "LoraConfig.inference_mode", "LoraConfig.init_lora_weights"),
     *("BitsAndBytesConfig.*", "tokenizer.*"),
+    f"{LOADS}.{MADE}",
     *("length", "max_seq_length", "completion_only_loss", "assistant_only_loss", "use_cpu"),
     *("chat_template_path", "eos_token", "pad_token", "shuffle_dataset", "batch_sampler"),
     f"{ENVIRONMENT}.*",
@@ -172,8 +175,8 @@ def script_settings(
 
 def model_name(keys: Keys) -> str:
     """Empty where the script computes it."""
-    names = [f"from_pretrained.{name}" for name in _NAMES]
-    readable = [name for name in names if name in keys and not keys.is_unread(name)]
+    names = [name for name in (f"{LOADS}.{each}" for each in _NAMES) if name in keys]
+    readable = [name for name in names if keys.asked_model or not keys.is_unread(name)]
     if readable or keys.asked_model:
         return keys.model(*readable)
     for name in filter(keys.is_unread, names):
@@ -353,9 +356,14 @@ def _precision(
 
 def _missing_dtype(keys: Keys, launch: Launch, quant: str) -> tuple[str, str]:
     """The dtype of weights that are loaded without one, and why."""
-    loads, libraries = keys.word("from_pretrained"), launch.libraries
+    loads, libraries = keys.word(LOADS), launch.libraries
+    if not loads:
+        return _WIDE, f"made in {_WIDE}"
     if loads.startswith(_OF_UNSLOTH):
         return "bfloat16", "a checkpoint in bfloat16"
+    if keys.flag(f"{LOADS}.{MADE}") and not libraries.makes_wide:
+        with contextlib.suppress(ConfigError):
+            return (width := load_model(model_name(keys)).dtype), f"that of the config, {width}"
     is_wide = loads in model_wrappers() or "Classification" in loads
     return missing_dtype(
         trl.defaults(libraries) if is_trainer(loads) else plain_defaults(libraries),

@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ ENVIRONMENT = "environ"  # of the script: variables that it sets
 EARLIER = "Trainer.earlier"  # trainers that another one follows
 ARGUMENTS = "arguments"  # of the trainer: their class
 LOADS = "from_pretrained"  # whose value is the class, or the trainer, that loads the model
+MADE = "of_config"  # of a model without the weights of a checkpoint
 _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
 # Arguments of TRL's trainers that are not predicted; the others declare theirs.
 _OTHER_ARGUMENTS = frozenset({"RLOOConfig", "PPOConfig", "GKDConfig", "BCOConfig"})
@@ -132,11 +133,25 @@ def _call(node: ast.Call, values: Values) -> Call:
     )
 
 
-def _model_loads(calls: Iterable[Call]) -> Iterator[Call]:
-    """Those that load a model."""
+def _model_loads(calls: Sequence[Call]) -> Iterator[tuple[Call, dict[str, Any]]]:
+    """Those that load a model, and what they are given.
+
+    Then the trainers that are handed one which the script makes itself, by no class's method.
+    """
+    config: dict[str, Any] = {}
     for call in calls:
-        if call.name == "from_pretrained" and not any(word in call.owner for word in _NO_MODELS):
-            yield call
+        first = {"model": call.arguments[0]} if call.arguments else {}
+        if call.name == "from_config" and config:
+            yield call, {**config, **call.options, MADE: True}
+        elif call.name != "from_pretrained":
+            continue
+        elif call.owner == "AutoConfig":
+            config = config or {**first, **call.options}
+        elif not any(word in call.owner for word in _NO_MODELS):
+            yield call, {**first, **call.options}
+    for call in calls:
+        if is_trainer(call.name) and "model" in call.options:
+            yield replace(call, owner=""), _some(call.options, "model")
 
 
 def settings_in(
@@ -182,11 +197,9 @@ def settings_in(
                 note(call.line, {"tokenizer.several": True})
     for parser in (call for call in calls if call.name == _OWN_PARSER):
         note(1, _parsed_arguments(parser, named, options, arguments))
-    load = next(_model_loads(calls), None)
+    load, given = next(_model_loads(calls), (None, {}))
     if load is not None and LOADS not in values:
-        note(load.line, {LOADS: load.owner})
-        first = {"model": load.arguments[0]} if load.arguments else {}
-        note(load.line, _prefixed(LOADS, {**first, **load.options}))
+        note(load.line, {LOADS: load.owner, **_prefixed(LOADS, given)})
     if is_trainer(str(values.get(LOADS))):
         line, init = lines.get(_INIT, 1), values.pop(_INIT, {})
         init = init if isinstance(init, dict) else {"dtype": init} if init is not None else {}

@@ -378,6 +378,14 @@ class Libraries:
         return self.older("transformers", "5")
 
     @property
+    def makes_wide(self) -> bool:
+        """`from_config` that is told no dtype makes float32 of every config.
+
+        Source: transformers 4.46 `_from_config` of modeling_utils.py takes that of the config.
+        """
+        return self.older("transformers", "4.46")
+
+    @property
     def checkpoints_reentrant(self) -> bool:
         """Checkpointing runs the forward without a graph, unless it is told otherwise."""
         return self.older("transformers", "5")
