@@ -1012,6 +1012,15 @@ def test_a_way_to_quantise_without_bits_is_told(tmp_path: Path) -> None:
     assert quantised.settings["method"] == "qlora"
 
 
+def test_unsloth_inside_llamafactory_is_a_trainer_to_ask_for(tmp_path: Path) -> None:
+    (path,) = files_of(tmp_path, lora_yaml=f"{LLAMAFACTORY}use_unsloth: true\n")
+    (own,) = estimate(gpu="l40", from_file=path)
+    (fused,) = estimate(gpu="l40", from_file=path, trainer="unsloth")
+    assert any("takes more (--trainer unsloth)" in note for note in own.notes)
+    assert not any("use_unsloth" in note for note in fused.notes)
+    assert fused.memory.peak_allocated_bytes < own.memory.peak_allocated_bytes
+
+
 def test_deepspeed_of_one_gpu_has_its_dtypes_and_its_offload(tmp_path: Path) -> None:
     text = LLAMAFACTORY.replace("finetuning_type: lora", "finetuning_type: full")
     full, ds = files_of(tmp_path, full_yaml=f"{text}deepspeed: ds.json\n", ds_json="{}")

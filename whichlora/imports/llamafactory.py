@@ -41,6 +41,7 @@ _WHY = {
     "ppo": ", which write answers and hold a model of rewards",
 }
 _TYPES = ("lora", "full")
+_UNSLOTH = "unsloth"  # the trainer with its kernels
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")
 _DIVIDES = (
     "tensor_model_parallel_size",
@@ -113,6 +114,8 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         keys.assume("freeze_multi_modal_projector", "is not predicted; assumed: frozen, too")
     # `hparams/model_args.py`, before the model's own processor
     settings["image_max_pixels"] = keys.count("image_max_pixels", _MAX_PIXELS)
+    if launch.trainer == _UNSLOTH:
+        keys.read_elsewhere("use_unsloth")
     if _torchrun_of_its_own(launch, settings):
         settings["expandable_segments"] = True
     return settings
@@ -243,7 +246,7 @@ TOOL = Tool(
     ),
     unmodelled={
         **UNMODELLED,
-        "use_unsloth": "the model's own code",
+        "use_unsloth": f"the model's own code, which takes more (--trainer {_UNSLOTH})",
         "use_unsloth_gc": "checkpointing of PyTorch",
         "upcast_layernorm": "norms in the dtype of the weights",
         "upcast_lmhead_output": "the output of the head as it is",
