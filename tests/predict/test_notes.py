@@ -64,6 +64,15 @@ def test_facts_that_nobody_verified_are_named() -> None:
     )
 
 
+def test_experts_of_a_packed_checkpoint_stay_16_bit_where_they_are_no_modules() -> None:
+    packed: dict[str, Any] = {"method": "lora", "quant": "awq-int4"}
+    text = "in transformers 5, which hold no awq-int4: 16-bit; with libraries transformers 4.57.0"
+    assert text in notes(MIXTRAL, **packed)
+    assert text not in notes(MIXTRAL, **packed, libraries=(("transformers", "4.57.0"),))
+    served = {"quant": "awq-int4", "phase": "inference", "serving": "vllm"}
+    assert text not in notes(MIXTRAL, **served)
+
+
 def test_experts_that_are_bare_parameters_stay_16_bit_and_refuse_dora() -> None:
     assert "leaves them 16-bit, and prepare_model_for_kbit_training" in notes(
         MIXTRAL, method="qlora"

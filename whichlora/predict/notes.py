@@ -16,7 +16,7 @@ from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.layer import Attention
 from whichlora.spec.numeric import Real
 from whichlora.spec.results import Prediction
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapts_table, all_linears
 from whichlora.spec.versions import changes_nothing
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
@@ -109,6 +109,11 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     )
     if experts_are_parameters and job.dtypes.quant in BNB_QUANTS:
         notes.append(_experts_in_words(job))
+    elif experts_are_parameters and job.dtypes.quant in CHECKPOINT_QUANTS and not job.has_pool:
+        notes.append(
+            f"experts are 3-D parameters in transformers 5, which hold no {job.dtypes.quant}: "
+            "16-bit; with libraries transformers 4.57.0 they are modules, which do"
+        )
     left_wide = any(
         linear.is_subclass and not is_quantised(linear, job.dtypes)
         for linear in all_linears(job.model)
