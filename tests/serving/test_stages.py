@@ -168,7 +168,8 @@ def test_groups_of_layers_are_dealt_out_to_the_stages(stages: int) -> None:
     [
         ("vllm", LLAMA, {"pipeline_parallel_size": 33}, "32 layers, too few for 33 stages"),
         ("sglang", "google/gemma-3-4b-pt", {"pp_size": 2}, "more than its text"),
-        ("vllm", LLAMA, {"tensor_parallel_size": 3}, "or tensor_parallel_size 1 with pipeline_p"),
+        ("vllm", LLAMA, {"tensor_parallel_size": 3}, "; use tensor_parallel_size 1 with pipe"),
+        ("sglang", LLAMA, {"tp_size": 6}, "by 6; use tp_size 2 with pp_size 3"),
         ("sglang", LLAMA, {"tp_size": 3, "pp_size": 2}, "tp_size 1 with pp_size 6"),
         ("vllm", LLAMA, {PARTITION: "16,16"}, "are 2 stages, and pipeline_parallel_size is 1; giv"),
         ("vllm", LLAMA, {PARTITION: "8,16", **TWO}, "24 layers, and .* has 32"),

@@ -310,7 +310,8 @@ def check_ranks(served: Served, option: str, staged_by: str, *, ranks: int | Non
     ranks = ranks or served.count(option) or 1
     if ranks == 1:
         return
-    stages = f"{option} 1 with {staged_by} {ranks * (served.count(staged_by) or 1)}"
+    gpus = ranks * (served.count(staged_by) or 1)
+    stages = f"{option} 1 with {staged_by} {gpus}"
     for layer, _ in served.model.layers():
         for attention in layer.attentions:
             if attention.projection not in DIVIDED and not has_latents(attention):
@@ -319,7 +320,9 @@ def check_ranks(served: Served, option: str, staged_by: str, *, ranks: int | Non
                     f"{stages}"
                 )
     if fault := heads_fault(served.model, ranks):
-        raise ConfigError(f"{option}: {fault}; use a divisor of both, or {stages}")
+        divisors = (each for each in range(ranks - 1, 0, -1) if ranks % each == 0)
+        most = next(each for each in divisors if not heads_fault(served.model, each))
+        raise ConfigError(f"{option}: {fault}; use {option} {most} with {staged_by} {gpus // most}")
 
 
 def heads_fault(model: ModelSpec, ranks: int) -> str:
