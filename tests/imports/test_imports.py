@@ -1126,6 +1126,7 @@ FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_yaml": FSDP_CONFIG}, "says nothing of a training"),
     ({"a_yaml": LLAMAFACTORY, "b_yaml": LLAMAFACTORY}, "is of the same kind as"),
     ({"a_sh": "#!/bin/bash\nls\n"}, "has no command that trains"),
+    ({"a_sh": "llamafactory-cli export --x y\n"}, "merges or exports a model, and trains nothing"),
     ({"a_sh": "#!/bin/bash\npython a.py 'x\n"}, "has a quote that is not closed"),
     ({"a_sh": SFT + "\n" + SFT}, "has 2 commands to predict"),
     (

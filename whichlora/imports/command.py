@@ -50,6 +50,7 @@ _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PYTHON = re.compile(r"python[\d.]*")
 _WITH_FLAGS = re.compile(r"^[^#:'\"\n]+\s--[A-Za-z]", re.MULTILINE)  # no line of YAML has that
+_MERGES = re.compile(r"\b(?:(?:llamafactory-cli|swift)\s+export|axolotl\s+merge-lora)\b")
 _COMMAND = (
     r"^\s*(?:\w+=\S*\s+)*(?:(?:exec|nohup|time|srun)\s+)*"
     r"(?:(?:[\w./~-]*/)?(?:accelerate|{})(?:\.exe)?\s+[-\w$\"']|torchrun\s+\S|"
@@ -106,6 +107,11 @@ def only_command(path: Path, text: str, tools: Subcommands) -> Command:
         ConfigError: there is none, or there are several.
     """
     commands = _commands(path, text, tools)
+    if not commands and _MERGES.search(text):
+        raise ConfigError(
+            f"{path}: merges or exports a model, and trains nothing; what a merge takes is in "
+            "whichlora explain MODEL --method lora --gpu GPU --life"
+        )
     if not commands:
         raise ConfigError(
             f"{path}: has no command that trains or serves; accepted are accelerate launch, "
