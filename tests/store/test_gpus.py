@@ -809,6 +809,23 @@ def test_a_library_without_kernels_for_an_old_gpu_is_refused(
 def test_a_board_is_not_its_larger_namesake(name: str, key: str) -> None:
     assert find_target(name).key == key
     assert find_cards(f"{name}+a100-sxm-80gb")[0][0].key == key
+    assert find_cards(f"l4+{name}x2")[1] == (find_target(name), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "cards"),
+    [
+        ("2x4090", (2, "4090")),
+        ("RTX 4090 x2", (2, "RTX 4090")),
+        ("L40S:4", (4, "L40S")),
+        ("m4 max 48", (None, "m4 max 48")),  # whose x joins nothing
+        ("4090:0", (None, "4090:0")),
+    ],
+)
+def test_a_number_stands_before_or_behind_the_type(
+    name: str, cards: tuple[int | None, str]
+) -> None:
+    assert number_of(name) == cards
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ _OTHER_DRIVERS = {
 # "2x4090", "8 x H100", "t4x2", "a100:4"
 _SEVERAL = re.compile(r"\d{1,3} ?[x*] ?(?P<after>.+)|(?P<before>.+?) ?[x*:] ?\d{1,3}")
 _COUNTED = re.compile(r"(?P<number>[1-9]\d{0,2}) ?x ?(?P<name>.+)")  # "2x4090"
+_COUNTED_LAST = re.compile(r"(?P<name>.+?) ?[x*:] ?(?P<number>[1-9]\d?)")  # "4090x2", "L4:2"
 # "8" counts GPUs; those with a number for a name have four digits, "4090"
 _COUNT = re.compile(r"[+-]?\d{1,3}(\.\d*)?")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
@@ -160,10 +161,10 @@ def find_cards(name: str) -> tuple[tuple[GpuSpec, int], ...]:
     numbers: dict[str, int] = {}
     specs: dict[str, GpuSpec] = {}
     for part in _JOINED.split(name.lower()):
-        counted = _COUNTED.fullmatch(part.strip())
-        spec = find_target(counted["name"] if counted else part)
+        number, card = _counted(part) or (1, part)
+        spec = find_target(card)
         specs[spec.key] = spec
-        numbers[spec.key] = numbers.get(spec.key, 0) + int(counted["number"] if counted else 1)
+        numbers[spec.key] = numbers.get(spec.key, 0) + number
     if len(specs) == 1:
         ((key, number),) = numbers.items()
         raise ConfigError(f"gpu: {name}: cards are equal; write {number}x{key}")
@@ -173,12 +174,20 @@ def find_cards(name: str) -> tuple[tuple[GpuSpec, int], ...]:
 def number_of(name: str) -> tuple[int | None, str]:
     """How many equal cards `name` states, and their type; None where it does not.
 
-    "2x3090" and the machines of clouds, "g5.12xlarge", do.
+    "2x3090", "3090x2" and the machines of clouds, "g5.12xlarge", do.
     """
-    counted = None if _joins(name) else _COUNTED.fullmatch(name.strip())
-    if counted is not None:
-        return int(counted["number"]), counted["name"]
+    if not _joins(name) and (counted := _counted(name)):
+        return counted
     return gpus_of_machine(name) or (None, name)
+
+
+def _counted(name: str) -> tuple[int, str] | None:
+    """The number of cards before or behind their type; None where `name` has none."""
+    first, last = (each.fullmatch(name.strip()) for each in (_COUNTED, _COUNTED_LAST))
+    if first is None and last is not None and not _keys_named_anywhere(last["name"].lower()):
+        last = None  # the x of "Max 48"
+    found = first or last
+    return found and (int(found["number"]), found["name"])
 
 
 def _joins(name: str) -> bool:
