@@ -478,7 +478,10 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--batch-size", "auto"), "give one, or several with commas, or max"),
     (("--libraries", "transformers==x"), "libraries: transformers='x' is no version"),
     (("--precision", "int4"), "--precision: 'int4' is not known; accepted are auto"),
-    (("--optimizer", "adam"), "--optimizer: 'adam' is not known; accepted are adamw_torch"),
+    (
+        ("--optimizer", "adam"),
+        "--optimizer: 'adam' is not known; did you mean adamw_torch_fused; accepted",
+    ),
     (
         ("--attn", "flash"),
         "--attn: 'flash' is not known; did you mean flash_attention_2; accepted are sdpa",
@@ -513,6 +516,13 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ),
     (("--calibration-dir", "/nowhere/at/all"), "'/nowhere/at/all' does not exist"),
     (("--seqlen", "8"), "No such option '--seqlen'. (Did you mean one of: '--seq-len',"),
+    (("--lora-r", "8"), "No such option '--lora-r'. Did you mean '--r'?; see"),
+    (("--load-in-4bit",), "Did you mean '--method qlora'?"),
+    (("--max-model-len", "8"), "Did you mean '--context'?"),
+    (("--max-num-seqs", "8"), "Did you mean '--serving-option max_num_seqs=VALUE'?"),
+    (("--num-generations", "8"), "Did you mean '--trainer-option num_generations=VALUE'?"),
+    (("--lora-alpha", "8"), "'--lora-alpha': it has no say in memory and time, so leave it out"),
+    (("--quant", "4bit"), "'4bit' is not known; did you mean nf4-dq"),
     (("--batch-size",), "Option '--batch-size' requires an argument"),
     (("--json=yes",), "'--json' does not take a value"),
 ]

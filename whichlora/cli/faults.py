@@ -88,5 +88,20 @@ def _one_line() -> Iterator[None]:
         raise
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "whichlora"
-        fault = " ".join(error.format_message().split()).rstrip(".")  # choices are in lines
+        text = _of_other_tools(error) or error.format_message()
+        fault = " ".join(text.split()).rstrip(".")  # choices are in lines
         raise OneLine(f"{command}: {fault}; see '{command} --help'") from None
+
+
+def _of_other_tools(error: click.UsageError) -> str:
+    """The message on an option that other tools have; empty for all else."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return ""
+    from whichlora.cli import other_names  # which a run without a fault does not need
+
+    params = error.ctx.command.get_params(error.ctx)
+    options = {each for param in params for each in param.opts}
+    if meant := other_names.meant_by(error.option_name, options):
+        return f"{error.message} Did you mean {meant!r}?"
+    no_say = other_names.has_no_say(error.option_name)
+    return f"{error.message.rstrip('.')}: {other_names.NO_SAY}" if no_say else ""

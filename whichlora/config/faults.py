@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import json_schema
 from whichlora.spec.numeric import is_number
-from whichlora.spec.words import alternatives
+from whichlora.spec.words import SYNONYMS, alternatives
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 from whichlora.units import LENGTHS
 
@@ -64,18 +64,6 @@ _SYNONYMS = {
     "rank": "ranks",
     "seq_len": "sequence_length",
     "target_len": "target_length",
-}
-
-# Names of our values in other tools.
-_VALUE_SYNONYMS = {
-    "adam": "adamw_torch_fused",
-    "adamw": "adamw_torch_fused",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "flash": "flash_attention_2",
-    "4bit": "nf4-dq",
-    "8bit": "int8",
 }
 
 _MANY = 20  # settings; where one is likely meant, nobody reads as many
@@ -232,7 +220,7 @@ def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
     """A value that `value` looks like and that is accepted."""
     if "enum" in schema and isinstance(value, str):
         names = [str(name) for name in schema["enum"]]
-        meant = _VALUE_SYNONYMS.get(value.lower(), "")
+        meant = SYNONYMS.get(value.lower(), "")
         near = difflib.get_close_matches(value.lower(), names, n=1)
         return meant if meant in names else next(iter(near), "")
     if schema.get("type") == "boolean":

@@ -6,6 +6,19 @@ import re
 from collections.abc import Iterable
 
 MAX = "max"  # of a size: the largest that fits
+# Names of our values in other tools.
+SYNONYMS = {
+    "adam": "adamw_torch_fused",
+    "adamw": "adamw_torch_fused",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "flash": "flash_attention_2",
+    "4bit": "nf4-dq",
+    "8bit": "int8",
+    "deepspeed": "zero3",
+    "gptq": "gptq-int4",
+}
 _NEAR = 0.87  # of 1: a letter too many among nine, and no other word of as many
 
 
@@ -42,6 +55,8 @@ def meant(value: str, accepted: Iterable[str]) -> str:
     begun = [word for text, word in words.items() if wanted and text.startswith(wanted)]
     if wanted in words:
         return words[wanted]
+    if SYNONYMS.get(wanted) in words.values():
+        return SYNONYMS[wanted]
     if len(begun) == 1:
         return begun[0]
     swapped = [word for text, word in words.items() if _is_swapped(wanted, text)]
