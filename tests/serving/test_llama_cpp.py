@@ -454,6 +454,11 @@ def test_a_mix_that_only_its_file_states_is_counted_as_the_nearest(word: str, ne
     ("name", "stored", "whose"),
     [
         ("qwen3:32b", "Q4_K_M", "Ollama's tag means Q4_K_M"),
+        ("llama3.1:8b-instruct-fp16", "F16", "Ollama's tag means F16"),
+        ("qwen2.5:7b-instruct-bf16", "BF16", "Ollama's tag means BF16"),
+        ("gemma3:27b-it-qat", "Q4_0", ""),
+        ("unsloth/Qwen3-30B-A3B-GGUF:BF16", "BF16", ""),
+        ("Qwen3-8B-F16.gguf", "F16", ""),
         ("gpt-oss:20b", "MXFP4_MOE", ""),
         ("unsloth/Qwen3-30B-A3B-GGUF", "Q4_K_M", "the name states no file, and means Q4_K_M"),
         ("Qwen/Qwen3-32B", None, ""),

@@ -26,6 +26,7 @@ from whichlora.store.models import (
     resolve_name,
 )
 from whichlora.store.online import why_offline
+from whichlora.store.quantised_names import PLAIN_WORDS
 
 _FILE = "config.json"
 # Of ModelOpt, whose older exports say nothing of it in `config.json`. Source: vLLM 0.33.0
@@ -36,6 +37,7 @@ _OF_MODELOPT = re.compile(r"nvfp4|fp4|mxfp8|fp8", re.IGNORECASE)
 # Source: https://docs.ollama.com/import#quantizing-a-model, and the tags of https://ollama.com/library
 _TAG = re.compile(r"[^/:\s]+:[^/:\s]+")
 _TYPE_OF_TAG = "Q4_K_M"
+_OF_QAT = re.compile(r"(?<=\w)-qat$", re.IGNORECASE)  # whose files are of one type
 _PAGE = "https://huggingface.co/"
 
 
@@ -59,14 +61,16 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
     """
     if not name.strip():
         raise ConfigError("model: is empty; give a hub id, or the path of a config.json")
-    asked = name
+    is_tag = _TAG.fullmatch(name.strip()) is not None
+    asked = _OF_QAT.sub("-q4_0", name.strip()) if is_tag else name
     name, note = resolve_name(asked)
     packaged = find_model(name)
     if packaged is None:
         return _load_other(name, offline=offline)
     if not note:
         return packaged
-    file_type = _TYPE_OF_TAG if _TAG.fullmatch(asked.strip()) else ""
+    word = asked.strip().lower().rpartition("-")[2]
+    file_type = PLAIN_WORDS.get(word, _TYPE_OF_TAG) if is_tag else ""
     return replace(packaged, notes=(note, *packaged.notes), file_type=file_type)
 
 

@@ -12,6 +12,8 @@ _GROUP = re.compile(r"(?:32|64|128)g|g(?:32|64|128)")
 _GGUF_TYPE = re.compile(r"q[2-8](_[0-9k]\w*)?|iq[1-4](_\w+)?")
 # Types that are no quantisation, with the precision that says the same of other files.
 PLAIN_GGUF_TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+# Those by the words of file names and of Ollama's tags.
+PLAIN_WORDS = {name.lower(): name for name in PLAIN_GGUF_TYPES} | {"fp16": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def _bitsandbytes(marks: Sequence[str]) -> StoredForm:
 def _gguf(marks: Sequence[str]) -> StoredForm:
     mixed = "UD-" if "ud" in marks else ""  # Unsloth's dynamic mixes
     types = [mixed + mark.upper() for mark in marks if _GGUF_TYPE.fullmatch(mark)]
+    types += [PLAIN_WORDS[mark] for mark in marks if mark in PLAIN_WORDS]
     instead = "--serving llama-cpp, or with method qlora for 4 bits"
     config = {"quant_method": "gguf", **({"file_type": types[0]} if types else {})}
     return StoredForm("GGUF", instead, config)
@@ -171,7 +174,7 @@ _QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]],
 )
 # Words that only say more of such a copy.
 _OF_A_COPY = re.compile(
-    rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static|quantized|ud"
+    rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static|quantized|ud|{'|'.join(PLAIN_WORDS)}"
 )
 
 
