@@ -523,6 +523,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--num-generations", "8"), "Did you mean '--trainer-option num_generations=VALUE'?"),
     (("--lora-alpha", "8"), "'--lora-alpha': it has no say in memory and time, so leave it out"),
     (("--quant", "4bit"), "'4bit' is not known; did you mean nf4-dq"),
+    (("--trainer", "embedding"), "did you mean sentence-transformers"),
     (("--batch-size",), "Option '--batch-size' requires an argument"),
     (("--json=yes",), "'--json' does not take a value"),
 ]

@@ -26,6 +26,7 @@ from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
+from whichlora.workflow.combinations import USUAL, grid
 from whichlora.workflow.export import make_recipe
 
 NAME = "HuggingFaceTB/SmolLM2-135M"
@@ -94,6 +95,13 @@ def test_kto_needs_two_answers_whose_prompts_it_exchanges(model: ModelSpec) -> N
         step_s(model, trainer="kto", batch_size=1)
     without_kl = (("loss_type", "apo_zero_unpaired"),)
     assert step_s(model, trainer="kto", batch_size=1, trainer_options=without_kl) > 0
+
+
+def test_kto_has_two_answers_where_nobody_says_how_many(model: ModelSpec) -> None:
+    asked = {"model": [model.name], "trainer": ["kto"], "batch_size": [USUAL]}
+    (two,) = grid(asked)
+    (one,) = grid({**asked, "trainer_options": [(("loss_type", "apo_zero_unpaired"),)]})
+    assert (two.batch_size, one.batch_size) == (2, 1)
 
 
 def test_a_pair_is_two_sequences(model: ModelSpec) -> None:

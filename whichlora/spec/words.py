@@ -17,6 +17,7 @@ SYNONYMS = {
     "4bit": "nf4-dq",
     "8bit": "int8",
     "deepspeed": "zero3",
+    "embedding": "sentence-transformers",
     "gptq": "gptq-int4",
 }
 _NEAR = 0.87  # of 1: a letter too many among nine, and no other word of as many

@@ -39,8 +39,12 @@ def _forwards(run: RunConfig) -> Forwards:
     return Forwards(policy=int(has_kl), reference=trl.computes_reference(run) * (1 + has_kl))
 
 
+def _least_batch(run: RunConfig) -> int:
+    return 2 if _LOSS.text(run.trainer_options) == _LOSS.default else 1
+
+
 def _check(run: RunConfig) -> None:
-    if run.batch_size == 1 and run.trainer_option(_LOSS.name) == _LOSS.default:
+    if run.batch_size < _least_batch(run):
         raise ConfigError(
             "batch_size: trainer kto needs 2 or more, whose answers its KL term exchanges, got 1; "
             "give 2, or loss_type apo_zero_unpaired"
@@ -51,6 +55,7 @@ TRAINER = replace(
     sft.TRAINER,
     takes_images=False,
     name="kto",
+    least_batch=_least_batch,
     also_called={"KTOTrainer": "", "unsloth-kto": trl.UNDER_UNSLOTH},
     summary="TRL's KTOTrainer: answers wanted or not, and a reference",
     library_class="trl.KTOTrainer",
