@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,18 @@ def test_below_one_answer_stand_the_global_batch_and_what_is_sent(
     assert batch in printed
     assert "all-reduce" in printed
     assert "all 4 GPUs hold the same amounts" in printed
+
+
+def test_zero_on_one_gpu_sends_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(
+        f"model_name_or_path: {MODEL}\nstage: sft\nfinetuning_type: full\ncutoff_len: 64\n"
+        "deepspeed: ds_z3_config.json\ntemplate: llama3\n"
+    )
+    print_predictions(estimate(from_file=tmp_path / "full.yaml", gpu="h100", gpus=1))
+    printed = capsys.readouterr().out
+    assert "zero3" in printed
+    assert "all-gather" not in printed
+    assert "all 1 GPUs" not in printed
 
 
 def test_numbers_of_gpus_are_compared_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:

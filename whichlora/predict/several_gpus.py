@@ -122,5 +122,6 @@ def _communication(messages: Sequence[Message], time: CommunicationTime | None) 
                 seconds=total_s,
             )
             for message, total_s in zip(messages, seconds, strict=True)
+            if message.size > 1 or message.collective not in RING_FACTORS
         ),
     )

@@ -158,7 +158,7 @@ def spread_lines(prediction: Prediction, several: SeveralGpus) -> Iterator[str]:
     )
     if several.communication.num_bytes:
         yield _sent(several.communication)
-    if len(several.ranks) == 1:
+    if len(several.ranks) == 1 and run.parallel.gpus > 1:
         yield f"all {run.parallel.gpus} GPUs hold the same amounts"
     if several.host_bytes:
         node = "a node" if run.parallel.nodes > 1 else "the machine"
