@@ -107,13 +107,8 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         if layer.moe is not None
         for linear in layer.moe.expert.linears
     )
-    if experts_are_parameters and job.dtypes.quant in BNB_QUANTS:
-        notes.append(_experts_in_words(job))
-    elif experts_are_parameters and job.dtypes.quant in CHECKPOINT_QUANTS and not job.has_pool:
-        notes.append(
-            f"experts are 3-D parameters in transformers 5, which hold no {job.dtypes.quant}: "
-            "16-bit; with libraries transformers 4.57.0 they are modules, which do"
-        )
+    if experts_are_parameters and (told := _experts_in_words(job)):
+        notes.append(told)
     left_wide = any(
         linear.is_subclass and not is_quantised(linear, job.dtypes)
         for linear in all_linears(job.model)
@@ -324,10 +319,17 @@ def _passed_over_in_words(job: ResolvedRun) -> Iterator[str]:
 
 
 def _experts_in_words(job: ResolvedRun) -> str:
-    """What becomes of experts in one parameter under bitsandbytes, and what else they could take.
+    """What becomes of experts in one parameter under a quantisation; empty without one.
 
     Source: Axolotl `monkeypatch/moe_quant.py`; Unsloth quantises them by code of its own.
     """
+    if job.dtypes.quant in CHECKPOINT_QUANTS and not job.has_pool:
+        return (
+            f"experts are 3-D parameters in transformers 5, which hold no {job.dtypes.quant}: "
+            "16-bit; with libraries transformers 4.57.0 they are modules, which do"
+        )
+    if job.dtypes.quant not in BNB_QUANTS:
+        return ""
     if job.run.quantize_moe_experts:
         return (
             "experts are in 4 bit and expanded a layer at a time, as Axolotl's "
