@@ -65,19 +65,9 @@ def with_files(
         libraries=Libraries.of(versions) if versions else None,
         model=str(models[0]) if "model" in stated and len(models) == 1 else "",
     )
-    dropped = {name for given in stated for name in _WITH.get(given, ())}
-    if _quantises({name: values for name, values in settings.items() if name in stated}):
-        dropped.add("base_dtype")
-    for name in ("trainer", "serving"):
-        if name in stated and settings[name] == [imported.settings.get(name)]:
-            dropped -= {*_WITH[name]}
-    options = strategy_options().keys()
-    if "parallel" in stated or (
-        counts == [1] and not runs_alone(imported.settings.get("parallel", ""))
-    ):
-        dropped |= {"parallel", *options}
-    if counts:
-        dropped |= {"nodes", *(["gpus"] if of_targets else [])}
+    dropped = _dropped(imported, settings, stated, counts)
+    if of_targets and counts:
+        dropped.add("gpus")
     merged = dict(settings)
     for name, value in imported.settings.items():
         if name in dropped:
@@ -118,6 +108,33 @@ def with_files(
         keys={name: key for name, key in imported.keys.items() if name not in stated},
         older=_older(paths, settings, stated, targets, imported),
     )
+
+
+def _dropped(
+    imported: Imported,
+    settings: Mapping[str, list[Any]],
+    stated: Collection[str],
+    counts: Sequence[int],
+) -> set[str]:
+    """Settings of the files that fall with those that the user states.
+
+    Args:
+        counts: GPUs that the user asks for.
+    """
+    dropped = {name for given in stated for name in _WITH.get(given, ())}
+    if _quantises({name: values for name, values in settings.items() if name in stated}):
+        dropped.add("base_dtype")
+    for name in ("trainer", "serving"):
+        if name in stated and settings[name] == [imported.settings.get(name)]:
+            dropped -= {*_WITH[name]}
+    options = strategy_options().keys()
+    if "parallel" in stated or (
+        counts == [1] and not runs_alone(imported.settings.get("parallel", ""))
+    ):
+        dropped |= {"parallel", *options}
+    if counts:
+        dropped.add("nodes")
+    return dropped
 
 
 def _over(
