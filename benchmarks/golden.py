@@ -1,9 +1,9 @@
 """Golden predictions: what a change that must not move a figure is compared with.
 
 `tests/golden/predictions.jsonl.gz` holds thousands of seeded runs over every model, method, phase,
-option and GPU, and hundreds of starts of engines, each with its prediction or its refusal. Every tenth holds its explanation, with the
-predictions of its alternatives: one takes as long as forty predictions. Integers and text must be
-equal, floats to 10 significant digits.
+option and GPU, and hundreds of starts of engines, each with its prediction or its refusal. Every
+tenth run holds its explanation, with the predictions of its alternatives: one takes as long as
+forty predictions. Integers and text must be equal, floats to 10 significant digits.
 
     python benchmarks/golden.py                # compare all with what is predicted now
     python benchmarks/golden.py --sample 120   # compare a part, spread over the whole file
