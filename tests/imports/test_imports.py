@@ -837,6 +837,30 @@ def test_an_example_of_transformers_asks_a_known_checkpoint_for_its_dtype(
     assert read.settings["precision"] == precision
 
 
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("swift sft --model facebook/opt-1.3b --dataset x", "fp16"),
+        ("swift sft --model openai-community/gpt2 --dataset x", "bf16"),
+        ("python run_clm.py --model_name_or_path openai-community/gpt2 --dtype auto", "fp32"),
+        ("python run_clm.py --model_name_or_path Qwen/Qwen2.5-0.5B --dtype auto", "bf16-pure"),
+        (
+            "llamafactory-cli train --model_name_or_path facebook/opt-1.3b --lora_target all",
+            "fp16-no-autocast",
+        ),
+    ],
+)
+def test_a_dtype_that_is_the_checkpoint_s_is_that_of_a_known_one(
+    text: str, precision: str, tmp_path: Path
+) -> None:
+    read = import_files(files_of(tmp_path, run_sh=text))
+    assert read.settings["precision"] == precision
+    assert not any("bfloat16" in note for note in read.assumed)
+    own = re.sub(r"[\w-]+/[\w.-]+", "./own", text, count=1)
+    unknown = import_files(files_of(tmp_path, other_sh=own))
+    assert any("a checkpoint in bfloat16" in note for note in unknown.assumed)
+
+
 def test_an_example_of_transformers_for_sound_is_read(tmp_path: Path) -> None:
     text = "python run_speech_recognition_seq2seq.py --model_name_or_path openai/whisper-tiny "
     text += "--dataset_name mozilla-foundation/common_voice_11_0 --fp16 --freeze_encoder"

@@ -22,6 +22,7 @@ from whichlora.imports.trainer import (
     WITHOUT_EFFECT,
     attention,
     autocast,
+    checkpoint_dtype,
     precision,
     trainer_settings,
 )
@@ -83,7 +84,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
             "method", "finetuning_type", f"{kind[:40]!r} is not predicted; lora and full are"
         )
     settings |= _adapter(keys, quant, adapts=kind != "full")
-    settings |= _precision(keys, launch, quant, trains_base=kind == "full")
+    settings |= _precision(keys, launch, settings["model"], trains_base=kind == "full")
     settings["attn"] = attention(keys, "flash_attn", _KERNELS, default="auto")
     settings |= FIXED
     keys.says("loss_head", "enable_liger_kernel", liger.AS_SWITCH)
@@ -190,16 +191,19 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
     )
 
 
-def _precision(keys: Keys, launch: Launch, quant: str, *, trains_base: bool) -> dict[str, Any]:
+def _precision(keys: Keys, launch: Launch, model: str, *, trains_base: bool) -> dict[str, Any]:
     """Source: `hparams/parser.py`, `model/adapter.py`: what is trained is widened to fp32."""
     mixed = autocast(keys, launch)
     # of a model that is divided under autocast, accelerate or DeepSpeed decides
     widens = trains_base and (mixed == "no" or not is_divided(keys, launch))
     if keys.flag("pure_bf16"):
         return {"precision": "bf16-pure"}
-    if mixed == "no" and not widens:
+    stored = checkpoint_dtype(model)
+    if mixed == "no" and not widens and not stored:
         keys.assume("bf16", "is off, as is fp16; assumed: a checkpoint in bfloat16")
-    weights = "float32" if widens else "bfloat16"
+    # `infer_optim_dtype` of extras/misc.py: of a checkpoint that is not in bfloat16, float16
+    is_half = mixed == "no" and stored not in ("", "bfloat16")
+    weights = "float32" if widens else "float16" if is_half else "bfloat16"
     return precision(keys, mixed, weights, narrows_adapters=trains_base)
 
 

@@ -339,7 +339,7 @@ def _precision(
     names = ("from_pretrained.dtype", "from_pretrained.torch_dtype")
     read = [name for name in names if not keys.is_unread(name)]
     width, reason = _missing_dtype(keys, launch, quant)
-    weights = dtype(keys, *read, default=width)
+    weights = dtype(keys, *read, default=width, model=model_name(keys))
     if not any(name in keys for name in read):
         why = "is missing" if len(read) == len(names) else "is computed"
         keys.assume("from_pretrained.dtype", f"{why}; assumed: {reason}")

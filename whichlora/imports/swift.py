@@ -20,6 +20,7 @@ from whichlora.imports.trainer import (
     WITHOUT_EFFECT,
     attention,
     autocast,
+    checkpoint_dtype,
     compute_dtype,
     dtype,
     liger_options,
@@ -85,7 +86,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings |= _over_gpus(launch, settings)
     quant = _quant(keys)
     settings |= _adapter(keys, quant)
-    settings |= _precision(keys, launch)
+    settings |= _precision(keys, launch, name)
     if quant in FOUR_BIT_BNB:
         narrow = "bfloat16" if settings["precision"].startswith("bf16") else "float32"
         settings |= compute_dtype(keys, _COMPUTES, settings["precision"], default=narrow)
@@ -245,12 +246,16 @@ def _names(keys: Keys) -> bool:
     return "target_modules" in keys and keys.names("target_modules") != ("ALL",)  # of 2
 
 
-def _precision(keys: Keys, launch: Launch) -> dict[str, Any]:
-    """Source: swift/arguments/base_args/model_args.py, `_init_mixed_precision`."""
-    weights = "bfloat16"
+def _precision(keys: Keys, launch: Launch, model: str) -> dict[str, Any]:
+    """That of the checkpoint, of one in float32 bfloat16.
+
+    Source: swift/arguments/base_args/model_args.py, `_init_mixed_precision`; `get_model_info`.
+    """
+    stored = checkpoint_dtype(model)
+    weights = "float16" if stored == "float16" else "bfloat16"
     if "torch_dtype" in keys:
-        weights = dtype(keys, "torch_dtype", default=weights)
-    else:
+        weights = dtype(keys, "torch_dtype", default=weights, model=model)
+    elif not stored:
         keys.assume("torch_dtype", "is missing; assumed: a checkpoint in bfloat16")
     mixed = autocast(keys, launch, default="bf16" if weights == "bfloat16" else "fp16")
     return precision(keys, mixed, weights, narrows_adapters=False)

@@ -146,18 +146,33 @@ def precision(keys: Keys, mixed: str, weights: str, *, narrows_adapters: bool) -
     return precision_of_weights(mixed, weights, narrows_adapters=narrows_adapters, tf32=tf32)
 
 
-def dtype(keys: Keys, *names: str, default: str) -> str:
-    """The dtype in which weights are loaded; "auto", that of the checkpoint, is taken as 16 bit."""
+def dtype(keys: Keys, *names: str, default: str, model: str = "") -> str:
+    """The dtype in which weights are loaded; "auto" is that of the checkpoint.
+
+    Args:
+        model: whose weights they are; of one that is not known, 16 bit are assumed.
+    """
     for name in names:
         if name in keys:
             word = keys.word(name).removeprefix("torch.")
             if word.lower() in ("auto", "none"):
+                if stored := checkpoint_dtype(model):
+                    return stored
                 keys.assume(name, "auto; assumed: a checkpoint in bfloat16")
                 return "bfloat16"
             if word not in ("float32", "float16", "bfloat16"):
                 raise keys.fault(name, "is not float32, float16, bfloat16 or auto")
             return word
     return default
+
+
+def checkpoint_dtype(model: str) -> str:
+    """The dtype in which a known model is stored; empty of one that is not known."""
+    if not model:
+        return ""
+    with contextlib.suppress(ConfigError):
+        return load_model(model).dtype
+    return ""
 
 
 def missing_dtype(
@@ -268,7 +283,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     model = keys.model("model_name_or_path", "model_name")
     loader = plain_defaults(libraries)
     width, why = missing_dtype(loader, libraries, model, usual=example.dtype)
-    weights = dtype(keys, "dtype", "torch_dtype", default=width)
+    weights = dtype(keys, "dtype", "torch_dtype", default=width, model=model)
     if "dtype" not in keys and "torch_dtype" not in keys:
         keys.assume("dtype", f"is missing; assumed: {why}")
     settings |= precision(keys, mixed, weights, narrows_adapters=True)

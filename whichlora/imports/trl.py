@@ -79,7 +79,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if not adapts:
         note_adapters(keys, read=not launch.program or launch.program in TOOL.programs)
     settings |= _adapter(keys, quant, adapts=adapts)
-    settings |= _precision(keys, launch, quant, adapts=adapts)
+    settings |= _precision(keys, launch, settings["model"], quant, adapts=adapts)
     settings["attn"] = attention(
         keys, "attn_implementation", {name: name for name in KERNELS}, default="sdpa"
     )
@@ -127,10 +127,12 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
     return settings | method_settings(quant, adapts=True, use_dora=dora, targets=names)
 
 
-def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[str, Any]:
+def _precision(
+    keys: Keys, launch: Launch, model: str, quant: str, *, adapts: bool
+) -> dict[str, Any]:
     libraries = launch.libraries
     usual = defaults(libraries).loaded_dtype(libraries, "bfloat16")
-    weights = dtype(keys, "dtype", "torch_dtype", default=usual)
+    weights = dtype(keys, "dtype", "torch_dtype", default=usual, model=model)
     mixed = autocast(keys, launch, default="bf16" if libraries.trl_autocasts else "")
     weights = beside_quantised(keys, "dtype", weights, quant, mixed)
     # TRL narrows the adapters of a quantised base: `sft_trainer.py`, `_is_quantized_model`
