@@ -109,10 +109,6 @@ EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
         "`psoft_svd` full keeps all right singular vectors of a matrix decomposed on a GPU",
     ),
     (
-        lambda one: one.source == "jenga_reproduction",
-        "what they keep is that of LoRA without autocast, to 2 %, though `--bf16` is set",
-    ),
-    (
         lambda one: one.source == "nntile_overhead",
         "a replay of two steps leaves more idle than the run had",
     ),

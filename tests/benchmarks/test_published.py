@@ -36,7 +36,7 @@ CELLS = {
     "fsdp_qlora": (24, 64),
     "github_issues": (0, 8),
     "glm4": (12, 16),
-    "jenga_reproduction": (9, 0),
+    "jenga_reproduction": (36, 0),
     "lambda_benchmark": (36, 0),
     "litgpt_config_hub": (29, 0),
     "litgpt_resource_tables": (17, 0),

@@ -674,12 +674,10 @@ def test_a_trained_head_of_the_fused_loss_has_a_gradient_in_fp32(
 ) -> None:
     run = RunConfig(model=LLAMA_3_8B, method="full", loss_head="trl-fused", precision=precision)
     found = job(run)
-    frozen = replace(found.dtypes, trains_base=False)
+    what = found.model, found.dtypes, found.trainer
     trained, kept = (
-        logits.loss_backward_bytes(
-            found.model, dtypes, found.trainer, tokens=100, loss_head="trl-fused"
-        )
-        for dtypes in (found.dtypes, frozen)
+        logits.loss_backward_bytes(*what, tokens=100, loss_head="trl-fused", trained_head=width)
+        for width in (found.dtypes.head_bytes, 0)
     )
     selected = (
         100 * found.dtypes.stream_bytes * 4096
@@ -938,3 +936,118 @@ def test_biases_count_among_the_trained_parameters() -> None:
     ]
     factors = 12 * 8 * (768 + 2304)
     assert numbers == [factors, factors + 12 * 2304, factors + 102_144]
+
+
+LLAMA_2 = "meta-llama/Llama-2-7b-hf"
+OF_2024 = (("torch", "2.1.2"), ("transformers", "4.45.2"))
+
+
+def of_2024(model: str, **settings: Any) -> RunConfig:
+    """A LoRA without checkpointing, as Jenga's logs have it."""
+    ending = "out_proj" if "opt" in model else "o_proj"
+    return RunConfig(
+        **{
+            "model": model,
+            "method": "lora",
+            "r": 8,
+            "target_modules": ("q_proj", "k_proj", "v_proj", ending),
+            "batch_size": 1,
+            "seq_len": 4096,
+            "precision": "bf16",
+            "optimizer": "adamw_torch",
+            "attn": "flash_attention_2",
+            "gradient_checkpointing": False,
+            "libraries": OF_2024,
+            "expandable_segments": True,
+            **settings,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "logged"),
+    [(LLAMA_2, 42_743.81), ("facebook/opt-1.3b", 13_016.18)],
+)
+def test_an_older_class_s_keys_and_values_are_copied_in_fp32_at_the_peak(
+    model: str, logged: float
+) -> None:
+    """Jenga's logs, allocated on an A800; OPT's class has 16-bit logits beside their copy."""
+    spec = find_model(model)
+    assert spec is not None
+    if "opt" in model:  # its script repeats the table of positions
+        spec = families.build({**spec.config, "max_position_embeddings": 4096}, name=model)
+    found = ledger(job(of_2024(model), spec=spec))
+    assert found.peak_allocated_bytes / MiB == pytest.approx(logged, rel=1e-4)
+    for release, difference in (("4.45.2", 1), ("4.57.1", 0)):
+        run = of_2024(model, libraries=(("torch", "2.1.2"), ("transformers", release)))
+        off = families.build({**spec.config, "use_cache": False}, name=model)
+        on, without = (ledger(job(run, spec=x)).moment_bytes("loss_forward") for x in (spec, off))
+        assert (on > without) == difference
+
+
+def test_one_row_is_shifted_without_a_copy() -> None:
+    found = job(of_2024(LLAMA_2, libraries=(("transformers", "4.49.0"),)))
+    what = found.model, found.dtypes, found.trainer
+    one, two = (
+        logits.loss_forward_bytes(*what, tokens=1000, loss_head="hf", sequences=rows)
+        for rows in (1, 2)
+    )
+    assert two - one == 1000 * 32_000 * 4
+    assert [logits.copies_shifted(*what[:2], rows) for rows in (1, 2)] == [0, 1]
+    today = job(of_2024(LLAMA_2, libraries=()))
+    assert logits.copies_shifted(today.model, today.dtypes, 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "forward", "backward"),
+    [
+        # logits and log-softmax in 16 bit, the fp32 copy of it that `nll_loss` reads
+        ("bf16", "a100-sxm-80gb", 2 + 2 + 4, 2 + 4 + 4),
+        ("bf16-pure", "a100-sxm-80gb", 2 + 2, 3 * 2),
+        ("bf16", "cpu", 2 + 4 + 4, 3 * 4),  # whose autocast widens the logits first
+    ],
+)
+def test_a_loss_of_narrow_logits_is_widened_at_its_second_part(
+    precision: Any, device: str, forward: int, backward: int
+) -> None:
+    run = RunConfig(model="google-t5/t5-small", method="lora", precision=precision)
+    found = job(run, CPU if device == "cpu" else A100)
+    what = found.model, found.dtypes, found.trainer
+    vocab = found.model.vocab_size
+    sizes = [
+        formula(*what, tokens=10, loss_head="hf") // 10
+        for formula in (logits.loss_forward_bytes, logits.loss_backward_bytes)
+    ]
+    assert sizes == [forward * vocab, backward * vocab]
+    is_narrow = (precision, device) == ("bf16", "a100-sxm-80gb")
+    assert logits.narrow_softmax_bytes(found.model, found.dtypes) == 2 * is_narrow
+    # accelerate's fp32 copy, the narrow logits, and what the loss has saved
+    widened = logits.widened_outputs_bytes(
+        *what, tokens=10, sequences=1, loss_head="hf", cached=7, has_points=False
+    )
+    assert widened == (precision == "bf16") * 10 * (vocab * (4 + 2 + 4 + 2 * is_narrow) + 7)
+
+
+@pytest.mark.parametrize(
+    ("head", "moment", "per_weight"),
+    [
+        ("liger", "loss_forward", 2),
+        ("liger", "loss_backward", 2),
+        ("trl-fused", "loss_backward", 6),
+    ],
+)
+def test_a_fused_loss_makes_the_gradient_of_a_copied_head(
+    head: str, moment: str, per_weight: int
+) -> None:
+    """Of modules_to_save: in its own dtype (Liger), and summed up in fp32 before (TRL)."""
+    settings: dict[str, Any] = {"method": "lora", "precision": "bf16", "loss_head": head}
+    if head == "trl-fused":
+        settings["trainer"] = "sft"
+    frozen = job(RunConfig(model=LLAMA_3_8B, **settings))
+    trained = job(RunConfig(model=LLAMA_3_8B, **settings, modules_to_save=("lm_head",)))
+    of_loss = [
+        sum(e.num_bytes for e in ledger(each).moments[moment] if e.part == "logits_and_loss")
+        for each in (frozen, trained)
+    ]
+    difference = of_loss[1] - of_loss[0]
+    assert difference == pytest.approx(per_weight * 128_256 * 4096, rel=0.02)

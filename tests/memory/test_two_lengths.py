@@ -69,7 +69,7 @@ def test_traced_runs_of_every_class_are_predicted() -> None:
     fresh = errors(kept[FIRST_FRESH:])
     assert len(fresh) >= 20
     assert median(fresh) < 0.0005
-    assert max(fresh) < 0.005
+    assert max(fresh) < 0.007
 
 
 @pytest.mark.sampled(3)
@@ -95,12 +95,20 @@ def test_logits_are_of_the_target_alone() -> None:
     short, long = (
         added(
             entry.num_bytes
-            for entry in ledger(job(target_len=length)).moments["loss_forward"]
+            for entry in ledger(job(target_len=length, precision="bf16-pure")).moments[
+                "loss_forward"
+            ]
             if entry.part == "logits_and_loss"
         )
         for length in (64, 512)
     )
     assert long == 8 * short
+
+
+def test_the_trainer_gets_an_fp32_copy_of_the_encoder_s_output() -> None:
+    step = training_step(job(target_len=64))
+    assert step.widened_encoder_out == 4 * 4 * 512 * step.model.hidden_size
+    assert training_step(job(target_len=64, precision="bf16-pure")).widened_encoder_out == 0
 
 
 def test_the_encoder_runs_on_the_source_and_cross_attention_reads_it() -> None:

@@ -45,7 +45,7 @@ def test_the_current_versions_move_nothing() -> None:
             {"method": "qlora", "use_reentrant": False},
             (("bitsandbytes", "0.43.1"),),
         ),
-        ({}, (("transformers", "4.49.0"),)),
+        ({"batch_size": 2}, (("transformers", "4.49.0"),)),
         (
             {"phase": "inference", "quant": "nf4", "prompt_len": 48, "max_new_tokens": 1},
             (("bitsandbytes", "0.49.2"),),

@@ -40,6 +40,7 @@ from whichlora.families import (
 from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
 from whichlora.families.multimodal import TOWERS, build_multimodal
+from whichlora.families.releases import with_older_releases
 from whichlora.spec.architecture import ModelSpec, Pooling
 from whichlora.spec.layer import Linear
 
@@ -152,7 +153,7 @@ def _described(config: Mapping[str, Any], *, name: str) -> ModelSpec:
         heads = _LABEL_HEADS[model_type](fields, model)
     else:
         heads = labels.of_decoder(model)
-    return replace(model, label_heads=heads)
+    return with_older_releases(replace(model, label_heads=heads))
 
 
 def without_dropout(model: ModelSpec) -> ModelSpec:

@@ -130,7 +130,6 @@ def _gpt2(c: Fields) -> ModelSpec:
         c,
         [layer] * c.layers(),
         buffer_bytes=c.size("max_position_embeddings") ** 2,  # a boolean causal mask
-        narrow_loss_before="4.49",
         caches_checkpointed_before="4.53",
     )
 

@@ -33,6 +33,7 @@ def outside_saved(
     in_encoder: bool = False,
     has_leaf: bool = False,
     joins_rows: bool = False,
+    keeps_head_input: bool = False,
     has_points: bool = False,
 ) -> list[Tensor]:
     """Tensors saved between the embedding and the first layer, and from the last layer on.
@@ -41,6 +42,7 @@ def outside_saved(
         after_layers: true until the backward reaches the last layer.
         in_encoder: the backward is in the first of two stacks; the decoder's tensors are freed.
         has_leaf: the looked-up rows are a leaf of the graph.
+        keeps_head_input: the vocabulary's head, or a copy of it, is trained and saves what it read.
         joins_rows: other rows are put before the looked-up ones.
         has_points: `label_points` has the last norms, the head and its loss.
         embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
@@ -69,7 +71,7 @@ def outside_saved(
     saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
     has_head = model.head is not None or model.task != "causal-lm"
     has_head = has_head and model.masked_head is None and not has_points
-    if dtypes.trains_base and after_layers and has_head:
+    if keeps_head_input and after_layers and has_head:
         # the gradient of a trained weight reads the input: `mm` in derivatives.yaml
         saved.append(per_token("head: input", dtypes.compute_bytes, hidden, "hidden_size"))
     elif has_leaf and (joins_rows or _embeds_in_steps(model, dtypes)):

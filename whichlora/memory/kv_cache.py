@@ -300,27 +300,37 @@ def checkpointed_cache_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     return sum(
         count * linear.out_features * _projected_bytes(linear, dtypes)
         for layer, count in model.layers()
-        for linear in _fused_projections(layer)
+        for linear in _projections(layer)
     )
 
 
-def checkpointed_cache_copy_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
-    """Bytes per token of fp32 copies of the same keys and values, as the caller gets them.
+def widened_cache(model: ModelSpec, dtypes: Dtypes, *, checkpointed: bool) -> tuple[int, ...]:
+    """Elements per token of fp32 copies of cached keys and values, as the model's caller gets them.
 
-    Kind: exact. Source: accelerate 1.0.1 `ConvertOutputsToFp32`.
+    Older classes return tuples of them, which accelerate copies; a `Cache` it hands on.
+
+    Kind: exact. Source: transformers 4.45 `LlamaModel.forward`, `return_legacy_cache`; accelerate
+    1.0.1 `ConvertOutputsToFp32`. A published log has them: `jenga_reproduction`.
     """
-    if not caches_checkpointed(model, dtypes):
-        return 0
-    return sum(
-        4 * count * attention.cache_elements
+    if checkpointed:
+        is_returned = caches_checkpointed(model, dtypes)
+    else:  # the Trainer left `use_cache` of the config alone before 5.0
+        until = model.returns_keys_before
+        is_returned = bool(until) and dtypes.libraries.older("transformers", until)
+        is_returned = is_returned and bool(model.config.get("use_cache", True))
+    if not is_returned:
+        return ()
+    return tuple(
+        elements
         for layer, count in model.layers()
         for attention in layer.attentions
-        if all(_projected_bytes(linear, dtypes) < 4 for linear in _fused_projections(layer))
+        if all(_projected_bytes(linear, dtypes) < 4 for linear in _projections(layer))
+        for elements in (attention.cache_elements // 2,) * (2 * count)
     )
 
 
-def _fused_projections(layer: Layer) -> tuple[Linear, ...]:
-    """The matrix of each attention that makes queries, keys and values at once."""
+def _projections(layer: Layer) -> tuple[Linear, ...]:
+    """The first matrix of each attention: it makes keys, or queries beside them."""
     return tuple(attention.linears[0] for attention in layer.attentions)
 
 

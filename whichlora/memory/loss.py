@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from whichlora.memory.entries import Fact
-from whichlora.memory.kv_cache import checkpointed_cache_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import LogitTiles
+from whichlora.spec.layer import UNTIL_TODAY
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import (
     Count,
@@ -28,6 +28,7 @@ from whichlora.symbolic.language_head import (
     FUSED_TILE_TOKENS,
     FUSED_TILE_VOCAB,
     LIGER_VECTORS,
+    CrossEntropy,
     liger_chunk,
 )
 from whichlora.trainers.base import Trainer
@@ -75,64 +76,145 @@ LOSS_FORWARD = Fact(
 )
 
 
+def copies_shifted(model: ModelSpec, dtypes: Dtypes, sequences: Count) -> Count:
+    """Whether the loss copies the logits that it shifts: those of one row stay where they are.
+
+    A class that shifts what the padding mask chooses (Qwen2-Audio) copies always.
+
+    Kind: exact, run. Source: transformers 4.49 `ForCausalLMLoss`, whose `[..., :-1, :]` of one row
+    is contiguous for torch, which asks no stride of a dimension of 1; 4.45 the same in the model.
+    """
+    if has_narrow_loss(model, dtypes) and model.narrow_loss_before == UNTIL_TODAY:
+        return 1 + 0 * sequences
+    shifts = model.task == "causal-lm" and model.label_head is None
+    shifts = shifts and dtypes.libraries.shifts_logits
+    return 1 * (sequences > 1) * shifts
+
+
 def loss_forward_bytes(
-    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count, loss_head: str
+    model: ModelSpec,
+    dtypes: Dtypes,
+    trainer: Trainer,
+    *,
+    tokens: Count,
+    loss_head: str,
+    sequences: Count = 1,
+    trained_head: int = 0,
 ) -> Count:
     """Alive at the end of the loss's forward: logits, their fp32 copy, the log-softmax.
+
+    Args:
+        trained_head: bytes of one element of a head that is trained; 0 for a frozen one.
 
     Kind: exact for hf, unsloth and raw.
     Source: transformers 5.23 `ForCausalLMLoss`; TRL 1.16 fused head; liger-kernel 0.8.5
     ops/fused_linear_cross_entropy.py, whose forward makes the gradients. Older versions and
     unsloth: slopes of published peaks, 12V + 8h and 8V + 6h per token to 0.02 %.
     """
-    vocab = logit_width(model)
-    libraries = dtypes.libraries
-    widened = _widens_in_place(model, dtypes)
     if loss_head == "raw":
-        is_copied = widened or _widens_outputs(dtypes, trainer)
-        # `tanh` saves its result (derivatives.yaml), the product that follows is a new tensor
-        tanh_bytes = dtypes.compute_bytes if model.logit_softcap else 0
-        return tokens * vocab * (dtypes.compute_bytes + (4 if is_copied else 0) + tanh_bytes)
-    hidden_bytes = 2 * dtypes.stream_bytes * model.hidden_size  # before and after the last norm
-    if loss_head in ("hf", "unsloth") and has_narrow_loss(model, dtypes):
-        return tokens * _narrow_loss_bytes(model, dtypes, trainer, loss_head=loss_head)
-    if loss_head == "unsloth":
-        # its kernel turns the shifted copy of the fp32 logits into their gradient
-        return tokens * (vocab * (8 if widened else 10) + hidden_bytes // 2)
+        return _raw_forward(model, dtypes, trainer, tokens=tokens)
     if loss_head == "trl-fused":
-        # `backbone_outputs` names the last norm's result; selected rows of it, targets and
-        # normaliser, seven fp32 vectors
-        folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=13)
-        states = dtypes.stream_bytes * model.hidden_size + _selected_bytes(model, dtypes)
-        tile = _fused_tile(model, dtypes, tokens=tokens, names_slices=False)
-        return tokens * (states + 12 + 28) + tile + folded
+        return _trl_forward(model, dtypes, tokens=tokens, trained_head=trained_head)
     if loss_head == "unsloth-fused":
         return _unsloth_forward(model, dtypes, trainer, tokens=tokens)
     if loss_head == "liger":
-        states = 2 * dtypes.stream_bytes * model.hidden_size  # the last norm's result, its gradient
-        logits = liger_chunk(vocab, model.hidden_size, tokens=tokens) * vocab
-        logits = logits * dtypes.compute_bytes
-        # autocast's cache has a 16-bit copy of a trained fp32 head; the product with its transpose,
-        # a view without a gradient, makes another (`cached_cast` of autocast_mode.cpp)
-        is_cast = dtypes.under_autocast and dtypes.trains_base and dtypes.head_bytes == 4
-        made = _liger_gradient(model, dtypes) + 2 * vocab * model.hidden_size * is_cast
-        return tokens * (states + LIGER_VECTORS) + logits + made
+        return _liger_forward(model, dtypes, tokens=tokens, trained_head=trained_head)
+    copied = copies_shifted(model, dtypes, sequences)
+    if has_narrow_loss(model, dtypes):
+        in_loss = _narrow_loss_bytes(model, dtypes, copied=copied, loss_head=loss_head)
+        return tokens * in_loss
+    vocab, widened = logit_width(model), _widens_in_place(model, dtypes)
+    hidden_bytes = 2 * dtypes.stream_bytes * model.hidden_size  # before and after the last norm
+    if loss_head == "unsloth":
+        # its kernel turns the shifted fp32 logits into their gradient
+        entry = (4 if widened else 6) + 4 * copied
+        return tokens * (vocab * entry + hidden_bytes // 2)
     logits_bytes = dtypes.compute_bytes
     loss_bytes = loss_element_bytes(model, dtypes)
+    softmax_bytes = narrow_softmax_bytes(model, dtypes)
     # `ForCausalLMLoss` runs `logits = logits.float()`; `logits` of the model's `forward` still
     # refers to the 16-bit tensor, which the output returns
-    upcast_bytes = 0 if logits_bytes == loss_bytes else loss_bytes
+    upcast_bytes = 0 if logits_bytes == loss_bytes else softmax_bytes or loss_bytes
     softcap_bytes = dtypes.compute_bytes if model.logit_softcap else 0
     # `_log_softmax` saves its result for backward, not the logits, and `nll_loss_forward` saves the
     # very same tensor as its input (torch 2.13 derivatives.yaml): one, not two
     entry = logits_bytes + upcast_bytes + loss_bytes + softcap_bytes
-    # older versions copy `logits[..., :-1, :].contiguous()`, 5.23 `ForCausalLMLoss` shifts labels
-    if model.task == "causal-lm" and libraries.shifts_logits:
-        entry += loss_bytes
+    # older versions shift logits, 5.23 `ForCausalLMLoss` shifts labels
+    if model.task == "causal-lm" and dtypes.libraries.shifts_logits:
         if widened and upcast_bytes:
             entry -= logits_bytes
-        return tokens * (vocab * entry + hidden_bytes)
+        return tokens * (vocab * (entry + loss_bytes * copied) + hidden_bytes)
     return tokens * vocab * entry
+
+
+def _raw_forward(model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count) -> Count:
+    is_copied = _widens_in_place(model, dtypes) or _widens_outputs(dtypes, trainer)
+    # `tanh` saves its result (derivatives.yaml), the product that follows is a new tensor
+    tanh_bytes = dtypes.compute_bytes if model.logit_softcap else 0
+    entry = dtypes.compute_bytes + (4 if is_copied else 0) + tanh_bytes
+    return tokens * logit_width(model) * entry
+
+
+def _trl_forward(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, trained_head: int) -> Count:
+    # `backbone_outputs` names the last norm's result; selected rows of it, targets and
+    # normaliser, seven fp32 vectors
+    folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=13)
+    selected = _selected_bytes(model, dtypes, trained_head)
+    states = dtypes.stream_bytes * model.hidden_size + selected
+    weight = trained_head or dtypes.embedding_bytes
+    tile = _fused_tile(model, dtypes, tokens=tokens, weight=weight, names_slices=False)
+    return tokens * (states + 12 + 28) + tile + folded
+
+
+def _liger_forward(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, trained_head: int) -> Count:
+    vocab = logit_width(model)
+    states = 2 * dtypes.stream_bytes * model.hidden_size  # the last norm's result, its gradient
+    rows = liger_chunk(vocab, model.hidden_size, tokens=tokens)
+    # autocast's cache has a 16-bit copy of a trained fp32 head; the product with its transpose,
+    # a view without a gradient, makes another (`cached_cast` of autocast_mode.cpp)
+    is_cast = dtypes.under_autocast and trained_head == 4
+    made = vocab * model.hidden_size * (trained_head + 2 * is_cast)
+    return tokens * (states + LIGER_VECTORS) + rows * vocab * dtypes.compute_bytes + made
+
+
+def widened_outputs_bytes(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    trainer: Trainer,
+    *,
+    tokens: Count,
+    sequences: Count,
+    loss_head: str,
+    cached: int,
+    has_points: bool,
+) -> Count:
+    """Alive when the caller's fp32 copies of the outputs are made: logits, keys and values.
+
+    The outputs are there until all of them are copied, and so is what the loss has saved.
+
+    Args:
+        cached: bytes per token of the copies of cached keys and values.
+        has_points: what the loss saves is among what `label_points` has.
+
+    Kind: exact. Source: accelerate 1.15 `ConvertOutputsToFp32`, `recursively_apply`; transformers
+    4.45 `LlamaForCausalLM.forward`. A published log has it to 1 MiB: `jenga_reproduction`.
+    """
+    if not _widens_outputs(dtypes, trainer):
+        return 0 * tokens
+    if LOSS_HEADS[loss_head].in_tiles:
+        return tokens * cached
+    vocab, narrow = logit_width(model), dtypes.compute_bytes
+    in_place = _widens_in_place(model, dtypes)
+    saved = loss_element_bytes(model, dtypes) + narrow_softmax_bytes(model, dtypes) + 0 * tokens
+    if loss_head == "unsloth":  # whose kernel saves the logits that it reads
+        copied = copies_shifted(model, dtypes, sequences)
+        of_kernel = narrow if has_narrow_loss(model, dtypes) else 4
+        saved = of_kernel * (copied if in_place or of_kernel == narrow else 1 + 0 * tokens)
+    elif loss_head == "raw" or has_points:
+        saved = 0 * tokens
+    narrow = 0 if in_place else narrow
+    softcap = dtypes.compute_bytes if model.logit_softcap else 0
+    return tokens * (vocab * (4 + narrow + saved + softcap) + cached)
 
 
 _UNSLOTH_VECTORS = 8 + 4  # shifted labels, log-probabilities
@@ -241,34 +323,24 @@ def _power_below(value: Count) -> Count:
     return next_power_of_2(value + 1) // 2
 
 
-def _liger_gradient(model: ModelSpec, dtypes: Dtypes) -> int:
-    """The gradient of a trained head, which the loss's forward makes."""
-    return logit_width(model) * model.hidden_size * dtypes.head_bytes * dtypes.trains_base
+def _narrow_loss_bytes(model: ModelSpec, dtypes: Dtypes, *, copied: Count, loss_head: str) -> Count:
+    """Per token: in the loss of logits that nobody widened.
 
-
-def _narrow_loss_bytes(
-    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, loss_head: str
-) -> Count:
-    """Per token: in the loss of logits that nobody widened, or when outputs are then widened.
-
-    The kernel of unsloth's head turns the shifted copy into its gradient. `ConvertOutputsToFp32`
-    widens logits and cached keys while the graph holds that copy, or the log-softmax.
+    The kernel of unsloth's head turns the shifted logits into their gradient.
     """
     narrow, loss_bytes = dtypes.compute_bytes, dtypes.loss_bytes
     in_kernel = loss_head == "unsloth"
-    upcast_bytes = 0 if narrow == loss_bytes else loss_bytes
+    softmax_bytes = narrow_softmax_bytes(model, dtypes)
+    upcast_bytes = 0 if narrow == loss_bytes else softmax_bytes or loss_bytes
     vocab = logit_width(model)
-    in_loss = vocab * (2 * narrow + (0 if in_kernel else upcast_bytes + loss_bytes))
+    in_loss = vocab * (narrow + narrow * copied + (0 if in_kernel else upcast_bytes + loss_bytes))
     # `forward` names the last norm's output, which autocast makes fp32 of a LayerNorm
     if not all(norm.kind == "layer" for norm in model.final_norms):
         is_saved = dtypes.trains_base and dtypes.stream_bytes == narrow  # by the head, too
-        in_loss += dtypes.stream_bytes * model.hidden_size * (not is_saved)
+        in_loss = in_loss + dtypes.stream_bytes * model.hidden_size * (not is_saved)
     elif dtypes.under_autocast:
-        in_loss += 4 * model.hidden_size
-    if not _widens_outputs(dtypes, trainer):
-        return in_loss
-    widened = vocab * (narrow + (narrow if in_kernel else loss_bytes) + 4)
-    return largest(in_loss, widened + checkpointed_cache_copy_bytes(model, dtypes))
+        in_loss = in_loss + 4 * model.hidden_size
+    return in_loss
 
 
 KEPT_LOGITS = Fact(
@@ -311,7 +383,9 @@ def _widens_outputs(dtypes: Dtypes, trainer: Trainer) -> bool:
     return trainer.widens_outputs and dtypes.under_autocast and dtypes.compute_bytes == 2
 
 
-def _fused_tile(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, names_slices: bool) -> Count:
+def _fused_tile(
+    model: ModelSpec, dtypes: Dtypes, *, tokens: Count, weight: int, names_slices: bool
+) -> Count:
     """Of TRL's head: a tile of logits, the cast states of its rows, cast slices of the weight.
 
     A variable's new value is there before its old one goes: states where a second tile of tokens
@@ -326,7 +400,7 @@ def _fused_tile(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, names_slices
     both = smallest(tokens, 2 * FUSED_TILE_TOKENS)
     tile = first * FUSED_TILE_VOCAB * compute
     of_states = width * (dtypes.stream_bytes != compute)
-    if dtypes.embedding_bytes == compute:
+    if weight == compute:
         return tile + of_states * both
     words = min(vocab, FUSED_TILE_VOCAB)
     if not names_slices:
@@ -355,32 +429,59 @@ def _fused_temporaries(
 
 
 def loss_element_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
-    """One entry of the loss: decoders widen their logits, T5 and BERT leave that to autocast.
+    """One entry of what the loss reads: decoders widen logits, T5 and BERT leave that to autocast.
 
     Kind: exact. Source: transformers 5.23 `ForCausalLMLoss`; torch 2.13 `autocast_mode.h`.
     """
+    return 4 if _widens_logits(model, dtypes) else dtypes.loss_bytes
+
+
+def _widens_logits(model: ModelSpec, dtypes: Dtypes) -> bool:
     if model.label_head is not None:
-        return 4 if model.label_head.widens_logits else dtypes.loss_bytes
+        return model.label_head.widens_logits
+    if model.task == "causal-lm" and not has_narrow_loss(model, dtypes):
+        return True
     masked = model.masked_head
-    widens = model.task == "causal-lm" and not has_narrow_loss(model, dtypes)
-    widens = widens or model.widens_logits
-    widens = widens or (masked is not None and masked.widens_logits)
-    return 4 if widens else dtypes.loss_bytes
+    return model.widens_logits or (masked is not None and masked.widens_logits)
 
 
-def log_probability_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+def narrow_softmax_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """One entry of a log-softmax of 16-bit logits, beside the fp32 copy that `nll_loss` reads.
+
+    Kind: exact, but on a CPU, whose autocast widens logits first. Source: torch 2.13
+    `autocast_mode.h`: of `cross_entropy_loss` CUDA widens `nll_loss` alone, as `log_softmax` is
+    told its dtype (LossNLL.cpp). A published log of OPT has both (`jenga_reproduction`).
+    """
+    is_narrow = loss_element_bytes(model, dtypes) > dtypes.compute_bytes
+    is_narrow = is_narrow and not _widens_logits(model, dtypes)
+    return dtypes.compute_bytes * (is_narrow and not dtypes.widens_cross_entropy)
+
+
+def cross_entropy_form(model: ModelSpec, dtypes: Dtypes, *, sequences: int) -> CrossEntropy:
+    """How the model's own loss reads its logits; more than one of `sequences` are copied."""
+    in_place = _widens_in_place(model, dtypes) and dtypes.compute_bytes < 4
+    return CrossEntropy(
+        width=loss_element_bytes(model, dtypes),
+        in_place=in_place and not model.returns_wide_logits,
+        narrow=not _widens_logits(model, dtypes),
+        narrow_softmax=bool(narrow_softmax_bytes(model, dtypes)),
+        copies=bool(copies_shifted(model, dtypes, sequences)),
+    )
+
+
+def log_probability_bytes(model: ModelSpec, dtypes: Dtypes, *, trained_head: int) -> int:
     """Per token, what TRL's fused head leaves until its backward.
 
     The selected hidden states, targets and normaliser; log-probability, entropy, mean logit, and
     whether the target is the largest.
     Kind: exact. Source: TRL 1.16 `ChunkedLogProbFunction.forward`, `_fused_forward`.
     """
-    return _selected_bytes(model, dtypes) + 12 + 13
+    return _selected_bytes(model, dtypes, trained_head) + 12 + 13
 
 
-def _selected_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+def _selected_bytes(model: ModelSpec, dtypes: Dtypes, trained_head: int) -> int:
     """Of the rows that a fused head projects; a trained head's are among what is saved for it."""
-    return 0 if dtypes.trains_base else dtypes.stream_bytes * model.hidden_size
+    return 0 if trained_head else dtypes.stream_bytes * model.hidden_size
 
 
 LABELS_FORWARD = Fact(
@@ -460,9 +561,17 @@ LOSS_BACKWARD = Fact(
 
 
 def loss_backward_bytes(
-    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count, loss_head: str
+    model: ModelSpec,
+    dtypes: Dtypes,
+    trainer: Trainer,
+    *,
+    tokens: Count,
+    loss_head: str,
+    trained_head: int = 0,
 ) -> Count:
     """Alive at the worst point of the loss's backward.
+
+    Args: as of `loss_forward_bytes`.
 
     Kind: exact for hf: the log-softmax and its two gradients, 12 bytes per entry in fp32.
     Source: torch 2.13 `_log_softmax_backward_data`, `nll_loss_backward`.
@@ -486,13 +595,15 @@ def loss_backward_bytes(
         logits_bytes = dtypes.compute_bytes if has_narrow_loss(model, dtypes) else 4
         return tokens * (2 * logits_bytes * vocab + dtypes.stream_bytes * hidden)
     if loss_head == "trl-fused":
-        tile = _fused_tile(model, dtypes, tokens=tokens, names_slices=True)
+        weight = trained_head or dtypes.embedding_bytes
+        tile = _fused_tile(model, dtypes, tokens=tokens, weight=weight, names_slices=True)
         # a trained head: its gradient is summed up in fp32 and handed on in its own dtype
-        handed_on = 0 if dtypes.embedding_bytes == 4 else dtypes.embedding_bytes
-        summed = (4 + handed_on) * vocab * hidden if dtypes.trains_base else 0
+        handed_on = 0 if trained_head == 4 else trained_head
+        summed = (4 + handed_on) * vocab * hidden if trained_head else 0
         folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=29)
         narrowed = 0 if dtypes.stream_bytes == 4 else dtypes.stream_bytes  # the summed gradient
-        states = tokens * (_selected_bytes(model, dtypes) + 12 + (4 + narrowed) * hidden)
+        selected = _selected_bytes(model, dtypes, trained_head)
+        states = tokens * (selected + 12 + (4 + narrowed) * hidden)
         return states + tile + summed + folded
     if loss_head == "unsloth-fused":
         of_logits = dtypes.compute_bytes * vocab * makes_all_logits(dtypes, loss_head, tokens)
@@ -500,12 +611,13 @@ def loss_backward_bytes(
         return tokens * (2 * dtypes.stream_bytes * hidden + of_logits) + of_head
     if loss_head == "liger":
         states = 2 * dtypes.stream_bytes * hidden
-        return tokens * states + _liger_gradient(model, dtypes)
+        return tokens * states + vocab * hidden * trained_head
     softcap_bytes = dtypes.compute_bytes if model.logit_softcap else 0
     final_norm = 20 * hidden  # its backward; larger only where the vocabulary is tiny or absent
     # `nll_loss_backward` makes a gradient as large as the log-softmax, and
     # `_log_softmax_backward_data` reads both while it makes the gradient of the logits
-    entry = 3 * loss_element_bytes(model, dtypes) + softcap_bytes
+    read = loss_element_bytes(model, dtypes)
+    entry = 2 * read + (narrow_softmax_bytes(model, dtypes) or read) + softcap_bytes
     return tokens * max(vocab * entry, final_norm)
 
 

@@ -180,7 +180,10 @@ def reference_forward(step: TrainingStep) -> Entries:
         step.compared
         or Entry(
             LOG_PROBABILITIES,
-            step.scored_tokens * loss.log_probability_bytes(step.model, step.dtypes),
+            step.scored_tokens
+            * loss.log_probability_bytes(
+                step.model, step.dtypes, trained_head=step.trained_head_bytes
+            ),
         ),
         Entry(REFERENCE_FORWARD, largest(in_layer, step.reference_loss_bytes)),
     )

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from whichlora.memory import activations, allocator, lasting, logits_loss, loss, optimizer
+from whichlora.memory import (
+    activations,
+    allocator,
+    kv_cache,
+    lasting,
+    logits_loss,
+    loss,
+    optimizer,
+)
 from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.gradients import (
@@ -38,7 +46,7 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.loss_heads import LOSS_HEADS
-from whichlora.spec.numeric import Count, ceil_div, floor_div, largest
+from whichlora.spec.numeric import Count, ceil_div, floor_div, largest, where
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import (
     adapted,
@@ -591,6 +599,7 @@ class TrainingStep:
                 in_encoder=in_encoder and bool(self.second_stack),
                 has_leaf=bool(self.leaf_embedding_bytes),
                 joins_rows=bool(self.method.virtual_tokens),
+                keeps_head_input=self._keeps_head_input,
                 has_points=self.label_points is not None,
             ),
             self._padding_around(in_encoder=in_encoder),
@@ -600,6 +609,11 @@ class TrainingStep:
             *(self._saved_by(self.merging) if after_layers else ()),
         )
         return Group(where="around the layers", tensors=tensors, **self.sized)
+
+    @property
+    def _keeps_head_input(self) -> bool:
+        is_trained = self.method.trains_base or bool(self.trained_head_bytes)
+        return is_trained and LOSS_HEADS[self.run.loss_head].keeps_input
 
     def _padding_around(self, *, in_encoder: bool) -> Tensor:
         """Padding tokens in an encoder's embeddings and output, beyond `tokens`."""
@@ -633,6 +647,9 @@ class TrainingStep:
 
         None of other models.
         """
+        return self._label_points_of(sequences=2)
+
+    def _label_points_of(self, *, sequences: int) -> LabelPoints | None:
         model, dtypes = self.model, self.dtypes
         chunked_loss = self.trainer.chunked_loss(self.run)
         on_tape = self.adapts_head or chunked_loss is not None
@@ -645,7 +662,7 @@ class TrainingStep:
             self.method,
             self.targets,
             stream=stream_bytes(layers[-1], dtypes, after_norm=model.starts_in_layer_norm),
-            loss_bytes=loss.loss_element_bytes(model, dtypes),
+            form=loss.cross_entropy_form(model, dtypes, sequences=sequences),
             loss_head=self.run.loss_head,
             chunked_loss=chunked_loss,
             trains_head=bool(self.head_gradient),
@@ -803,9 +820,54 @@ class TrainingStep:
                 logits_loss.forward_bytes, computed, has_reference=self.has_reference
             )
         if self.label_points is not None:
-            return self._in_labels(self.label_points.forward)
+            several = self._in_labels(self.label_points.forward)
+            one_row = self._label_points_of(sequences=1)
+            if one_row is None or not self.adapts_head:
+                return several
+            in_loss = where(self.batch_size > 1, several, self._in_labels(one_row.forward))
+            return largest(in_loss, self._widened_outputs_bytes)
         made = loss.unsloth_head_forward(self.model, self.dtypes) * self._trains_fused_head
-        return self._in_loss(loss.loss_forward_bytes) + made
+        forward = partial(
+            loss.loss_forward_bytes,
+            sequences=self.batch_size,
+            trained_head=self.trained_head_bytes,
+        )
+        return largest(self._in_loss(forward) + made, self._widened_outputs_bytes)
+
+    @cached_property
+    def widened_cache(self) -> tuple[int, ...]:
+        """Elements per token of each fp32 copy of cached keys or values that the caller gets."""
+        checkpointed = bool(self.run.gradient_checkpointing)
+        return kv_cache.widened_cache(self.model, self.dtypes, checkpointed=checkpointed)
+
+    @property
+    def _widened_outputs_bytes(self) -> Count:
+        """Bytes beside what all layers save while the caller's copies of outputs are made.
+
+        `convert_outputs_to_fp32` is around autocast, whose cache is empty by then.
+        """
+        cached = 4 * sum(self.widened_cache)
+        formula = partial(
+            loss.widened_outputs_bytes,
+            sequences=self.batch_size,
+            cached=cached,
+            has_points=self.adapts_head,
+        )
+        return self._in_loss(formula) + self.widened_encoder_out - self.autocast_copies
+
+    @property
+    def widened_encoder_out(self) -> Count:
+        """Bytes of the fp32 copy of the encoder's output, which is among the outputs, too.
+
+        Autocast makes the result of a LayerNorm fp32 by itself.
+        """
+        dtypes = self.dtypes
+        is_copied = (
+            self.trainer.widens_outputs and dtypes.under_autocast and dtypes.stream_bytes == 2
+        )
+        ends_wide = any(norm.kind == "layer" for norm in self.model.groups[0].layer.norms)
+        is_copied = is_copied and bool(self.second_stack) and not ends_wide
+        return 4 * self.source_tokens * self.model.hidden_size * is_copied
 
     @property
     def _trains_fused_head(self) -> bool:
@@ -820,7 +882,8 @@ class TrainingStep:
         if self.label_points is not None:
             return self._in_labels(self.label_points.backward)
         made = loss.unsloth_head_backward(self.model, self.dtypes) * self._trains_fused_head
-        return self._in_loss(loss.loss_backward_bytes) + made
+        backward = partial(loss.loss_backward_bytes, trained_head=self.trained_head_bytes)
+        return self._in_loss(backward) + made
 
     @cached_property
     def kept_logits_bytes(self) -> Count:
@@ -935,6 +998,13 @@ class TrainingStep:
         computed = self.trainer.chunked_loss(self.run)
         is_sum = computed is not None and computed.by_head  # of those of all chunks
         return is_cast or is_sum or LOSS_HEADS[self.run.loss_head].in_tiles
+
+    @property
+    def trained_head_bytes(self) -> int:
+        """Bytes of one element of a head that is trained, or of its copy; 0 for a frozen one."""
+        if not self.head_gradient:
+            return 0
+        return self.dtypes.head_bytes if self.method.trains_base else self.dtypes.copy_bytes
 
     @cached_property
     def head_gradient(self) -> int:

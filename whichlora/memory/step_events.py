@@ -252,7 +252,7 @@ class StepEvents(TowerPlayer):
             step.method,
             step.targets,
             stream=stream_bytes(last, step.dtypes, after_norm=step.model.starts_in_layer_norm),
-            loss_bytes=loss.loss_element_bytes(step.model, step.dtypes),
+            form=loss.cross_entropy_form(step.model, step.dtypes, sequences=step.batch_size),
             trains_head=bool(step.head_gradient),
             loss_head=step.run.loss_head,
             logits_loss=step.trainer.logits_loss(step.run),
@@ -261,6 +261,7 @@ class StepEvents(TowerPlayer):
             sequences=step.batch_size,
             holds_outputs=step.trainer.outputs_held(step.run) != "until_loss",
             widens_outputs=step.trainer.widens_outputs,
+            widened_cache=step.widened_cache,
             accumulated=accumulated and not step.tied_gradients_wait,
         )
         size, fixed = self._stream_bytes(step, last), {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
+from whichlora.memory import kv_cache
 from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.predict.changes import holds_inputs
 from whichlora.predict.defaults import is_dated
@@ -150,6 +151,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if run.phase == "finetune":
         notes += job.trainer.notes(run)
         notes += job.trainer.notes_of(run, job.model.model_type)
+        notes += _cached_in_words(job)
         if run.gradient_checkpointing and job.trainer.offloads(run):
             on_host = offloaded_bytes(job.model, tokens=run.batch_size * run.seq_len)
             notes.append(f"{format_bytes(on_host)} of layers' inputs lie in pinned host memory")
@@ -204,6 +206,23 @@ def _beyond_every_rank(job: ResolvedRun) -> list[str]:
     return [
         f"r {job.run.r}: no matrix that gets an adapter has a rank above {widest}, so that more "
         "parameters learn nothing more"
+    ]
+
+
+def _cached_in_words(job: ResolvedRun) -> list[str]:
+    """That older classes return keys and values in training, of which accelerate makes copies."""
+    run, trainer = job.run, job.trainer
+    copied = kv_cache.widened_cache(
+        job.model, job.dtypes, checkpointed=bool(run.gradient_checkpointing)
+    )
+    widens = trainer.widens_outputs and job.dtypes.under_autocast
+    if not copied or not widens or trainer.logits_loss(run) is not None:
+        return []
+    num_bytes = 4 * sum(copied) * run.batch_size * run.seq_len
+    return [
+        f"use_cache: the class of transformers {run.versions.transformers} returns keys and "
+        f"values, and accelerate makes {format_bytes(num_bytes)} of fp32 copies; "
+        "model.config.use_cache = False saves them"
     ]
 
 

@@ -184,6 +184,8 @@ class ModelSpec:
         scores_prompt: `generate` gets logits of every token of a prompt, as they are.
         narrow_loss_before: release of transformers up to which the class computes its own loss, of
             shifted logits that it does not widen (GPT-BigCode); empty where none does.
+        returns_keys_before: release up to which the class returns keys and values as tuples, also
+            in training, unless layers are checkpointed.
         caches_checkpointed_before: release up to which the class caches keys and values in training
             with checkpointing, too.
         caches_in_training: its text has a config of its own, which still says `use_cache` where the
@@ -250,6 +252,7 @@ class ModelSpec:
     widens_logits: bool = False
     narrow_loss_before: str = ""
     scores_prompt: bool = False
+    returns_keys_before: str = ""
     caches_checkpointed_before: str = ""
     caches_in_training: bool = False
     hands_on_use_cache: bool = False

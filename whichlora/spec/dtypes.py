@@ -60,6 +60,8 @@ class Dtypes:
         under_autocast: the step runs in an autocast region.
         adapters_drop: adapter dropout drops values; a trainer may leave the module and set its
             probability to 0, as TRL's `disable_dropout` does.
+        widens_cross_entropy: autocast runs a loss of narrow logits in fp32 as a whole, as
+            `Backend.widens_cross_entropy` says.
         training: dropout is on and tensors are kept for backward.
         half: which of the 16-bit dtypes, "bf16" or "fp16": older devices lack kernels for one.
         device_kind: "cuda", "cpu", …, a key of `spec.backends`.
@@ -136,6 +138,7 @@ class Dtypes:
     copied_bytes: int = 0
     finds_outliers: bool = True
     recasts_four_bit: bool = False
+    widens_cross_entropy: bool = False
     kernels: FusedKernels = NO_KERNELS
 
     @property
@@ -277,6 +280,7 @@ def resolve_dtypes(
         libraries=run.versions,
         quantises_experts=run.quantize_moe_experts,
         wide_expert_biases=quant == "mxfp4" and not run.has_engine_kernels,
+        widens_cross_entropy=backend.widens_cross_entropy,
         loads_at_once=quant in BNB_QUANTS,
         finds_outliers=run.llm_int8_threshold > 0,
     )

@@ -17,6 +17,7 @@ class LossHeadSpec:
         in_triton: its kernels are written in Triton.
         fuses_layers: whoever takes it takes the norms and rotations of its library, too.
         own_trainer: the library whose trainer alone runs it; empty where any Trainer does.
+        keeps_input: a trained head saves what it read; else its gradient is made in the forward.
         passes: bytes that kernels of its own read and write per token and vocabulary entry,
             forward and backward. Kind: estimate, read.
     """
@@ -25,6 +26,7 @@ class LossHeadSpec:
     in_triton: bool = False
     fuses_layers: bool = False
     own_trainer: str = ""
+    keeps_input: bool = True
     passes: int = 0
 
 
@@ -32,7 +34,9 @@ LOSS_HEADS: Mapping[LossHead, LossHeadSpec] = {
     "hf": LossHeadSpec(),
     "raw": LossHeadSpec(),
     "trl-fused": LossHeadSpec(in_tiles=True, own_trainer="TRL", passes=16),
-    "liger": LossHeadSpec(in_tiles=True, in_triton=True, fuses_layers=True, passes=16),
+    "liger": LossHeadSpec(
+        in_tiles=True, in_triton=True, fuses_layers=True, keeps_input=False, passes=16
+    ),
     "unsloth": LossHeadSpec(in_triton=True, fuses_layers=True, own_trainer="unsloth", passes=30),
     "unsloth-fused": LossHeadSpec(in_tiles=True, in_triton=True, own_trainer="unsloth", passes=16),
 }

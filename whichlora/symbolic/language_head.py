@@ -168,20 +168,42 @@ def logits_events(
     return block_events(tape)
 
 
-def cross_entropy(code: OpEmitter, logits: Tensor, *, width: int) -> Tensor:
-    """The loss of `logits`, which the caller still names, in `width` bytes per entry.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropy:
+    """How a model's loss reads its logits.
+
+    Args:
+        width: bytes of one entry that the loss reads.
+        in_place: the model widens its logits, and drops the narrow ones before the loss.
+        narrow: it leaves them as they are, so that autocast widens what operators read.
+        narrow_softmax: of these the log-softmax is as narrow, and what `nll_loss` reads is a copy.
+        copies: it copies the logits that it shifts.
+    """
+
+    width: int
+    in_place: bool = False
+    narrow: bool = False
+    narrow_softmax: bool = False
+    copies: bool = False
+
+
+def cross_entropy(code: OpEmitter, logits: Tensor, form: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """The loss of `logits`, and the logits that the model returns.
 
     Source: transformers 5.23 `ForCausalLMLoss`; torch 2.13 `cross_entropy_loss`: a log-softmax
     that it saves, and `nll_loss`, which reads it again in its backward.
     """
     tape = code.tape
-    wide = code.cast(logits, width)
-    shifted = code.copy(wide) if code.dtypes.libraries.shifts_logits else wide
-    scores = tape.op([shifted], wide.elements, width, saves_result=True)
+    wide = logits if form.narrow else code.cast(logits, form.width)
+    shifted = code.copy(wide) if form.copies else wide
+    read = shifted if form.narrow_softmax else code.cast(shifted, form.width)
+    scores = tape.op([read], wide.elements, read.size, saves_result=True)
+    scores = code.cast(scores, form.width)
     loss = tape.op([scores], constant(1), 4, saves=[scores], picks=True)
+    returned = wide if form.in_place else logits
     tape.hold(wide, shifted)
-    tape.hold(logits)
-    return loss
+    tape.hold(returned)
+    return loss, returned
 
 
 def chunked_cross_entropy(
@@ -410,7 +432,7 @@ def head_events(
     targets: tuple[str, ...],
     *,
     stream: int,
-    loss_bytes: int,
+    form: CrossEntropy,
     trains_head: bool,
     loss_head: str,
     logits_loss: LogitsLoss | None,
@@ -419,19 +441,21 @@ def head_events(
     sequences: int,
     holds_outputs: bool,
     widens_outputs: bool,
+    widened_cache: tuple[int, ...],
     accumulated: bool,
 ) -> BlockEvents:
     """What the head and the loss make and free in one step.
 
     Args:
         stream: one element of the last layer's result.
-        loss_bytes: one entry of the loss.
+        form: how the model's own loss reads logits.
         loss_head: "hf", "raw" for a caller that reads the logits, "liger" or "trl-fused".
         logits_loss: what that caller computes, where it is a trainer.
         chunked_loss: how a trainer computes the cross entropy, where it does.
         tokens, sequences: of a batch, and its rows.
         holds_outputs: the caller holds them when it goes backward: they are among `copies`.
         widens_outputs: under autocast it gets fp32 copies of them.
+        widened_cache: elements per token of each copy of cached keys or values among them.
 
     Kind: exact, as the tape is. Source: the functions above.
     """
@@ -459,19 +483,20 @@ def head_events(
     elif chunked_loss is not None:
         loss, outputs = chunked_cross_entropy(code, logits, chunked_loss)
     else:
-        loss, outputs = _own_loss(code, logits, width=loss_bytes, widens_outputs=widens_outputs)
+        loss, returned = cross_entropy(code, logits, form)
+        outputs = _widened(code, returned, widens_outputs)
+        if _widens(code, widens_outputs):
+            copies = [_cached_copy(tape, elements) for elements in widened_cache]
+            tape.hold(returned, outputs, *copies)
     if holds_outputs:
         tape.keep_copy(outputs)
     tape.returns(loss)
     return block_events(tape, frees_input=True, accumulated=accumulated)
 
 
-def _own_loss(
-    code: OpEmitter, logits: Tensor, *, width: int, widens_outputs: bool
-) -> tuple[Tensor, Tensor]:
-    """The loss that the model computes, and the logits that its caller gets."""
-    loss = cross_entropy(code, logits, width=width)
-    return loss, _widened(code, logits, widens_outputs)
+def _cached_copy(tape: Tape, elements: int) -> Tensor:
+    """Keys or values of a layer as the model's caller gets them."""
+    return tape.op([], per_token(elements), 4, detached=True)
 
 
 def _widened(code: OpEmitter, x: Tensor, widens_outputs: bool) -> Tensor:
@@ -499,7 +524,7 @@ def head_traffic(
     targets: tuple[str, ...],
     *,
     stream: int,
-    loss_bytes: int,
+    form: CrossEntropy,
     trains_head: bool,
     loss_head: str,
     widens_outputs: bool,
@@ -521,7 +546,8 @@ def head_traffic(
         loss = tape.op([_read_by_caller(code, logits, widens_outputs)], constant(1), 4)
     elif loss_head == "hf":
         logits = logits_of(code, model, x, trained=trains_head)
-        loss, _ = _own_loss(code, logits, width=loss_bytes, widens_outputs=widens_outputs)
+        loss, returned = cross_entropy(code, logits, form)
+        _widened(code, returned, widens_outputs)
     else:
         loss = end_of_stack(code, model, x)
     tape.returns(loss)
@@ -554,7 +580,7 @@ def label_points(
     targets: tuple[str, ...],
     *,
     stream: int,
-    loss_bytes: int,
+    form: CrossEntropy,
     loss_head: str,
     chunked_loss: ChunkedLoss | None,
     trains_head: bool,
@@ -585,7 +611,7 @@ def label_points(
         tape.returns(chunked_cross_entropy(code, logits, chunked_loss)[0])
     else:
         logits = logits_of(code, model, x, trained=trains_head)
-        tape.returns(cross_entropy(code, logits, width=loss_bytes))
+        tape.returns(cross_entropy(code, logits, form)[0])
     saved = tape.saved
 
     def beside(points: list[LinearForm]) -> tuple[LinearForm, ...]:

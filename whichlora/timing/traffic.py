@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from whichlora.memory.layer_bytes import layer_cases
-from whichlora.memory.loss import loss_element_bytes
+from whichlora.memory.loss import cross_entropy_form
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import FusedKernels
 from whichlora.spec.layer import Layer
@@ -152,7 +152,7 @@ def head(
         running.method,
         running.targets,
         stream=stream_bytes(last, dtypes, after_norm=model.starts_in_layer_norm),
-        loss_bytes=loss_element_bytes(model, dtypes),
+        form=cross_entropy_form(model, dtypes, sequences=2),
         trains_head=running.method.trains_base,
         loss_head="" if computed else run.loss_head,
         widens_outputs=trainer.widens_outputs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -90,6 +90,7 @@ def like_cuda(device: Device) -> Iterator[None]:
         for target, name, value in (
             (F, "scaled_dot_product_attention", partial(attention, device)),
             (F, "dropout", _dropout),
+            (F, "cross_entropy", partial(_cross_entropy, F.cross_entropy)),
             (F, "grouped_mm", _grouped_mm),
             # HF takes fake tensors for a compiler at work, and materialises every causal mask.
             ("transformers.masking_utils", "is_tracing", lambda *_: False),
@@ -351,6 +352,23 @@ def _to_fp32(operator: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_narrow(args[0]) and "dtype" not in names and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float32
         return operator(*args, **kwargs)
+
+
+def _cross_entropy(
+    whole: Callable[..., Any], scores: Any, target: Any, weight: Any = None, **settings: Any
+) -> Any:
+    """A CPU's autocast runs the loss in fp32 as a whole, CUDA's only `nll_loss`, its second part.
+
+    Source: torch 2.13 `cross_entropy_loss` of LossNLL.cpp: it tells `log_softmax` its dtype.
+    """
+    of_parts = {
+        key: value for key, value in settings.items() if key in ("ignore_index", "reduction")
+    }
+    smoothed = settings.get("label_smoothing", 0.0) > 0 or target.is_floating_point()
+    if smoothed or not _is_narrow(scores) or not _is_autocast_enabled():
+        return whole(scores, target, weight, **settings)
+    log_probabilities = F.log_softmax(scores, min(1, scores.dim() - 1), dtype=scores.dtype)
+    return F.nll_loss(log_probabilities, target, weight, **of_parts)
 
 
 def _dropout(

@@ -95,6 +95,9 @@ class Backend:
             the mask and the width (`use_gqa_in_sdpa`); None where these decide.
         workspace_bytes: what the library of matrix products keeps per thread, in torch's allocator.
         widens_norms: autocast runs LayerNorm and softmax in fp32.
+        widens_cross_entropy: autocast runs a loss of narrow logits in fp32 as a whole; else its
+            log-softmax is as narrow as they are. Source: torch 2.13 `autocast_mode.h`,
+            autocast_mode.cpp; `cross_entropy_loss` of LossNLL.cpp names the dtype.
         wide_dropout_masks: dropout keeps a mask in the dtype of its input, not a boolean one.
         multiplies_before_softmax: softmax's backward makes the product of gradient and result.
         fuses_half_softmax: a softmax in fp32 of fp16 scores makes no copy of them first.
@@ -130,6 +133,7 @@ class Backend:
     takes_groups_since: str | None = None
     workspace_bytes: Callable[[str | None], int] = no_workspace
     widens_norms: bool = True
+    widens_cross_entropy: bool = False
     wide_dropout_masks: bool = False
     multiplies_before_softmax: bool = False
     fuses_half_softmax: bool = False

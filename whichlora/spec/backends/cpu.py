@@ -22,6 +22,7 @@ BACKEND = Backend(
     allocator="host",
     sdpa=sdpa,
     widens_norms=False,
+    widens_cross_entropy=True,
     wide_dropout_masks=True,
     has_foreach=False,
     has_triton=False,
