@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.layer import Attention, Layer
-from whichlora.spec.numeric import Count
+from whichlora.spec.numeric import Count, floor_div
 from whichlora.symbolic.block_attention import bias_bytes, bias_elements, mask_elements
 from whichlora.symbolic.graph import INDEX_BYTES
 from whichlora.symbolic.kernels import (
@@ -51,9 +51,9 @@ def kept_masks(
         unbiased: the stack that makes its position bias again, and whose layers have dropped it.
         without_zeros: so they have the zeros of its cross attention.
 
-    Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
-    looked-up rows, SDPA is handed a boolean one; layers with a window have their own. Without it
-    only the zeros stay of T5's cross attention, where no padding mask makes new ones.
+    Checkpointed layers hold them as their arguments. Eager code adds a mask as wide as looked-up
+    rows, SDPA is handed a boolean one; layers with a window have their own. Without it only the
+    zeros stay of T5's cross attention, where no padding mask makes new ones.
     Kind: exact. Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
     masks: dict[_Mask, Count] = {}
@@ -85,7 +85,7 @@ def kept_masks(
                 stays = checkpointed or (attention.cross and kernel in FUSED and not dtypes.padded)
                 dropped = group.stack == unbiased and (without_zeros or not attention.cross)
                 if stays and not dropped:
-                    biases[key[:2]] = _relative_bias_bytes(attention, dtypes, span=length)
+                    biases[key[:2]] = _kept_bias_bytes(attention, dtypes, kernel, rows, length)
     made = [masks[mask] * num_pairs[mask] for mask in masks if checkpointed or mask in saved]
     made += biases.values()
     if checkpointed:
@@ -122,6 +122,15 @@ def _relative_bias_bytes(attention: Attention, dtypes: Dtypes, *, span: Count) -
     """Of all queries and keys, the same for every sequence."""
     size = dtypes.linear_out_bytes if attention.cross else dtypes.base_bytes
     return size * attention.num_attention_heads * span * (attention.memory_len or span)
+
+
+def _kept_bias_bytes(
+    attention: Attention, dtypes: Dtypes, kernel: str, rows: Count, length: Count
+) -> Count:
+    """So; before transformers 5 eager code has added the mask of each sequence."""
+    is_masked = kernel == "eager" and dtypes.libraries.adds_positions_in_place
+    number = floor_div(rows, length) if is_masked else 1
+    return number * _relative_bias_bytes(attention, dtypes, span=length)
 
 
 def _shares_bias(attention: Attention) -> bool:

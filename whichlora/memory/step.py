@@ -482,6 +482,19 @@ class TrainingStep:
         return self._mask_bytes(checkpointed=True, side=side) - saved_bytes
 
     @property
+    def unnamed_masks(self) -> tuple[Count, ...]:
+        """`unnamed_mask_bytes` tensor by tensor, of one run: a mask, and biases of positions."""
+        side = self.model.groups[-1].stack if self.second_stack else ""
+        saved = list(self._masks(checkpointed=bool(self.run.gradient_checkpointing), side=side))
+        unnamed: list[Count] = []
+        for num_bytes in self._masks(checkpointed=True, side=side):
+            if num_bytes in saved:
+                saved.remove(num_bytes)
+            elif num_bytes:
+                unnamed.append(num_bytes)
+        return tuple(unnamed)
+
+    @property
     def encoder_mask_bytes(self) -> Count:
         return self._mask_bytes(checkpointed=True, side="encoder")
 

@@ -374,7 +374,7 @@ class StepEvents(TowerPlayer):
 
         rows, stream, embedded = self._embed(step, look, accumulated=accumulated)
         around = self._shared(step)
-        unnamed = self.list.born(step.unnamed_mask_bytes)
+        unnamed = [self.list.born(num_bytes) for num_bytes in step.unnamed_masks]
         instances: list[Instance] = []
         for block in self._asking_blocks(step, accumulated=accumulated, first=first and not seen):
             if step.run.gradient_checkpointing:
@@ -383,7 +383,7 @@ class StepEvents(TowerPlayer):
             instances.append(instance)
             self._let_go(stream)
             stream = result
-        self.list.die(unnamed)
+        self.list.die(*unnamed)
         self._let_go(rows)
         for done in seen:
             self._leave_images(done)

@@ -245,6 +245,14 @@ class Libraries:
         return not self.multiplies_awq_by_tiles or not self.older("autoawq", "0.2")
 
     @property
+    def adds_positions_in_place(self) -> bool:
+        """T5's eager attention adds bias and mask to its scores where they are, and scales none.
+
+        Read: `T5Attention.forward` of 4.57, 5 calls `eager_attention_forward`.
+        """
+        return self.older("transformers", "5")
+
+    @property
     def scores_whole_prompt(self) -> bool:
         """`generate` asks for fp32 logits of every prompt token, not of the last. Read."""
         return self.older("transformers", "4.45")

@@ -506,13 +506,21 @@ def _position_bias(code: OpEmitter, attention: Attention, *, size: int) -> Tenso
             bias = replace(tape.op([], elements, size), needs_grad=code.checkpointed)
         else:
             bias = _looked_up_bias(code, elements)
+        if _adds_in_place(code, attention) and _is_eager(code, attention):  # and the mask
+            bias = tape.op([bias], _pairs(code, attention, attention.num_attention_heads), size)
         tape.returns_to_later_layers(bias, gathers=bias.needs_grad or code.reentrant)
         return bias
+    if _adds_in_place(code, attention) and _is_eager(code, attention):
+        elements = _pairs(code, attention, attention.num_attention_heads)
     if attention.cross:
         return tape.shared(elements, size, needs_grad=code.checkpointed)
     # what `CheckpointFunction` returns needs a gradient, though what it made it of is frozen
     wanted = dtypes.trains_base or code.reentrant
     return tape.shared(elements, dtypes.base_bytes, needs_grad=wanted)
+
+
+def _is_eager(code: OpEmitter, attention: Attention) -> bool:
+    return _kernel_of(code, attention, biased=True) == "eager"
 
 
 def _shared_pairs(attention: Attention) -> LinearForm:
@@ -693,18 +701,22 @@ def _eager_kernel(
     if attention.eager == "fp32":
         q, k = code.cast(q, 4), code.cast(k, 4)
     named = k, v
-    scores, steps = _SCORES[attention.eager](code, q, k, scores_shape)
+    in_place = bias is not None and _adds_in_place(code, attention)
+    scores_of = _named_scores if in_place else _SCORES[attention.eager]
+    scores, steps = scores_of(code, q, k, scores_shape)
     if attention.softcap is not None:
         divided = code.scale(scores)
         tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
         scores = code.scale(tanh)
-    if attention.biases_each_sequence:
+    if attention.biases_each_sequence or in_place:
         assert bias is not None
         scores = tape.in_place(scores, bias)
     elif bias is not None:
         scores = code.add(scores, bias)
     unmasked = scores
-    if attention.causal or masks_keys(attention, dtypes) or code.masked:
+    if in_place:  # the mask is among the bias
+        pass
+    elif attention.causal or masks_keys(attention, dtypes) or code.masked:
         mask = tape.weight(_pairs(code, attention, 1), code.stream_bytes)  # one for all heads
         scores = code.add(scores, mask)
     if attention.eager == "sinks":
@@ -735,6 +747,15 @@ def _eager_kernel(
         return joined, returned, steps
     tape.hold(returned)
     return joined, None, steps
+
+
+def _adds_in_place(code: OpEmitter, attention: Attention) -> bool:
+    """Whether bias and mask are one tensor, which is added to the scores where they are.
+
+    Source: transformers 4.57 `T5Attention.forward`.
+    """
+    is_old = code.dtypes.libraries.adds_positions_in_place
+    return is_old and attention.position == "relative" and not attention.biases_each_sequence
 
 
 def _factors(code: OpEmitter, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
