@@ -63,6 +63,15 @@ SCORES = Fact(
     why="texts of other examples are the negatives",
     source="sentence-transformers MultipleNegativesRankingLoss.compute_loss_from_embeddings",
 )
+GATHERED = Fact(
+    part="logits_and_loss",
+    what="embeddings of all GPUs",
+    shape="[GPUs, batch_size, hidden_size]",
+    dtype="fp32 under autocast",
+    count="each column; those of the texts joined, and of length 1",
+    why="texts of the other GPUs are negatives, too",
+    source="sentence-transformers 6.2 all_gather_with_grad, compute_loss_from_embeddings, cos_sim",
+)
 RANDOM_STATES = Fact(
     part="activations",
     what="states of the random numbers of each mini-batch",
@@ -96,7 +105,7 @@ def column_moments(step: TrainingStep) -> dict[str, Entries]:
     states = Entry(EARLIER_STATES, added(_states(part) for part in earlier) + 0 * step.tokens)
     moments = training_moments(last) | table_moment(last)
     for name in _OF_LOSS:
-        moments[name] = (*moments[name], scores)
+        moments[name] = (*moments[name], scores, _gathered(step, columns))
     for name in _IN_FORWARD:
         moments[name] = (*moments[name], states)
     for number, part in reversed(list(enumerate(earlier))):
@@ -213,4 +222,19 @@ def _scores(step: TrainingStep, columns: Columns) -> Entry:
     examples = _examples(step, columns)
     rows = examples if columns.mini_batch is None else smallest(examples, columns.mini_batch)
     element = _vector_bytes(step) // step.model.hidden_size
-    return Entry(SCORES, 3 * element * rows * examples * (columns.texts - 1))
+    others = examples * (columns.texts - 1) * _num_gathered(step, columns)
+    return Entry(SCORES, 3 * element * rows * others)
+
+
+def _num_gathered(step: TrainingStep, columns: Columns) -> int:
+    """GPUs whose embeddings the loss compares."""
+    return step.run.parallel.gpus if columns.gathers else 1
+
+
+def _gathered(step: TrainingStep, columns: Columns) -> Entry:
+    """Embeddings of all GPUs in the loss. Source: `GATHERED`."""
+    if not columns.gathers:
+        return Entry(GATHERED, 0 * step.batch_size)
+    others = columns.texts - 1
+    vectors = _examples(step, columns) * _num_gathered(step, columns) * _vector_bytes(step)
+    return Entry(GATHERED, (columns.texts + 2 * others) * vectors)

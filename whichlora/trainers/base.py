@@ -50,10 +50,12 @@ class Columns:
         mini_batch: sequences of a forward at most, where gradients of embeddings are cached: each
             column is read without a graph, then again with one, mini-batch after mini-batch. None
             where nothing is cached.
+        gathers: the loss compares with the embeddings of all GPUs.
     """
 
     forwards: tuple[int, ...]
     mini_batch: int | None = None
+    gathers: bool = False
 
     @property
     def texts(self) -> int:

@@ -34,7 +34,13 @@ NEGATIVES = Option(
     summary="texts of an example that do not belong to its anchor; 0 where nobody says",
     default=None,
 )
+GATHERS = Option(
+    name="gather_across_devices",
+    summary="texts of the examples of all GPUs are negatives, too",
+    default=False,
+)
 _USUAL_MINI_BATCH = 32
+_SPREAD = "ddp"  # whose replicas the losses of the library know
 
 
 def num_negatives(run: RunConfig) -> int:
@@ -48,18 +54,27 @@ def mini_batch_size(run: RunConfig) -> int | None:
     return MINI_BATCH.whole(run.trainer_options, unstated=_USUAL_MINI_BATCH)
 
 
+def _gathers(run: RunConfig) -> bool:
+    return bool(run.trainer_option(GATHERS.name))
+
+
 def _loss(run: RunConfig) -> Loss:
     size = mini_batch_size(run)
     return Loss(
         module="sentence_transformers.sentence_transformer.losses",
         name=LOSS.text(run.trainer_options),
-        settings={} if size is None else {MINI_BATCH.name: size},
+        settings=({} if size is None else {MINI_BATCH.name: size})
+        | ({GATHERS.name: True} if _gathers(run) else {}),
     )
 
 
 def _columns(run: RunConfig) -> Columns:
     # the first column has a forward of its own, the others are joined: `embed_columns`
-    return Columns(forwards=(1, 1 + num_negatives(run)), mini_batch=mini_batch_size(run))
+    return Columns(
+        forwards=(1, 1 + num_negatives(run)),
+        mini_batch=mini_batch_size(run),
+        gathers=_gathers(run),
+    )
 
 
 def _forwards(run: RunConfig) -> Forwards:
@@ -72,10 +87,20 @@ def _check(run: RunConfig) -> None:
             f"mini_batch_size: is of loss {CACHED}, and {PLAIN} reads whole batches; give "
             f"trainer option loss={CACHED}, or leave it out"
         )
-    if run.parallel.gpus > 1:
+    parallel = run.parallel
+    if parallel.gpus == 1 and _gathers(run):
         raise ConfigError(
-            f"gpus: trainer {run.trainer} is predicted on one GPU, got {run.parallel.gpus}; leave "
-            "it out"
+            f"{GATHERS.name}: embeddings of several GPUs are gathered, and the run has 1; leave it "
+            "out, or give gpus"
+        )
+    if parallel.gpus > 1 and parallel.strategy not in (_SPREAD, "auto"):
+        raise ConfigError(
+            f"parallel: trainer {run.trainer} is predicted on several GPUs under {_SPREAD}, got "
+            f"{parallel.strategy}; use {_SPREAD}"
+        )
+    if dict(parallel.options).get("gradient_as_bucket_view"):
+        raise ConfigError(
+            f"gradient_as_bucket_view: is not predicted for trainer {run.trainer}; use false"
         )
 
 
@@ -87,6 +112,10 @@ def _notes(run: RunConfig) -> tuple[str, ...]:
     ]
     if run.gradient_accumulation_steps > 1:
         sentences.append("negatives are those of a micro-batch: accumulation adds none")
+    if run.parallel.gpus > 1 and not _gathers(run):
+        sentences.append(
+            f"negatives are those of each GPU alone; trainer option {GATHERS.name}=true gathers all"
+        )
     return tuple(sentences)
 
 
@@ -102,7 +131,7 @@ TRAINER = replace(
     model_class="sentence_transformers.SentenceTransformer",
     loss=_loss,
     loss_ending="Loss",
-    options=(LOSS, MINI_BATCH, NEGATIVES),
+    options=(LOSS, MINI_BATCH, NEGATIVES, GATHERS),
     loss_heads=("hf",),
     rows="anchors",
     columns=_columns,
