@@ -184,7 +184,7 @@ def widened_outputs_bytes(
     *,
     tokens: Count,
     sequences: Count,
-    loss_head: str,
+    loss_head: LossHead,
     cached: int,
     has_points: bool,
 ) -> Count:
@@ -210,7 +210,7 @@ def widened_outputs_bytes(
         copied = copies_shifted(model, dtypes, sequences)
         of_kernel = narrow if has_narrow_loss(model, dtypes) else 4
         saved = of_kernel * (copied if in_place or of_kernel == narrow else 1 + 0 * tokens)
-    elif loss_head == "raw" or has_points:
+    elif LOSS_HEADS[loss_head].is_outside or has_points:
         saved = 0 * tokens
     narrow = 0 if in_place else narrow
     softcap = dtypes.compute_bytes if model.logit_softcap else 0
@@ -664,15 +664,14 @@ HEAD_COPY = Fact(
 )
 
 
-def head_copy_bytes(model: ModelSpec, dtypes: Dtypes, *, loss_head: str) -> int:
+def head_copy_bytes(model: ModelSpec, dtypes: Dtypes, *, loss_head: LossHead) -> int:
     """The 16-bit copy of an fp32 head that autocast makes and backward needs (mode Q).
 
     Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`.
     """
     # a frozen head needs no gradient, so that `cached_cast` keeps its copy out of the cache; `mm`
     # saves it, as the gradient of the hidden states reads the weight (derivatives.yaml)
-    # a fused head casts a tile of the weight at a time
-    if dtypes.mode != "Q" or dtypes.head_bytes == 2 or loss_head == "trl-fused":
+    if dtypes.mode != "Q" or dtypes.head_bytes == 2 or LOSS_HEADS[loss_head].casts_tiles:
         return 0
     if model.masked_head is not None:
         return 2 * model.vocab_size * model.masked_head.width

@@ -768,7 +768,7 @@ class TrainingStep:
         scored = self.trainer.scored_tokens(self.run)
         if scored is not None and self.dtypes.backend.has_triton:
             return self.batch_size * scored
-        return self.tokens - self.batch_size * (self.run.loss_head == "trl-fused")
+        return self.tokens - self.batch_size * LOSS_HEADS[self.run.loss_head].leaves_out_last
 
     def _in_loss(self, formula: Callable[..., Count]) -> Count:
         """A formula of `memory.loss` for this step."""

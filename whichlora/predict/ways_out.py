@@ -21,6 +21,7 @@ from whichlora.predict.predict import judge_counted
 from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.results import Prediction, WayOut
 from whichlora.spec.run import RunConfig
@@ -43,7 +44,8 @@ _KINDS = (
     ("target_modules",),
     ("seq_len",),
 )
-_NOT_ALONE = frozenset({"trl-fused"})  # a loss that belongs to another trainer
+# losses that belong to another trainer
+_NOT_ALONE = frozenset(name for name, head in LOSS_HEADS.items() if head.own_trainer)
 _WORTH = 0.98  # of the memory: a change that leaves more of it is not combined with others
 
 

@@ -150,7 +150,7 @@ class _Trainer(in_given_order(Trainer)):  # type: ignore[misc]
 
     def __init__(self, *, run: RunConfig, **keywords: Any) -> None:
         super().__init__(**keywords)
-        self._raw_loss = run.loss_head == "raw"
+        self._raw_loss = LOSS_HEADS[run.loss_head].is_outside
         self._outputs: Any = None
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **keywords: Any) -> Any:

@@ -21,6 +21,7 @@ from whichlora.profiler.finetune import (
     watch_moments,
 )
 from whichlora.profiler.meter import Meter
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.run import AUTOCAST_PRECISIONS, RunConfig
 from whichlora.trainers import get_trainer
 
@@ -76,7 +77,7 @@ def measure_loop(
             batch = collate([next(rows) for _ in range(run.batch_size)])
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with _autocast(run, device.type):
-                if run.loss_head == "raw":
+                if LOSS_HEADS[run.loss_head].is_outside:
                     del batch["labels"]
                     outputs = model(**batch)
                     loss = outputs.logits.mean()

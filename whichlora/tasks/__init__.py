@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.spec.data_format import Rows
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.members import Members
 from whichlora.spec.options import filled, known
 from whichlora.spec.run import USUAL_TRAINER, RunConfig
@@ -93,7 +94,7 @@ def with_task(run: RunConfig) -> RunConfig:
             f"trainer: {trainer} does not train task {task.name}; accepted are "
             f"{', '.join(task.trainers)}"
         )
-    if run.loss_head not in ("hf", "raw"):
+    if LOSS_HEADS[run.loss_head].has_vocabulary:
         raise ConfigError(
             f"loss_head: {run.loss_head} is of a vocabulary, which task {task.name} has none of; "
             "leave it out"

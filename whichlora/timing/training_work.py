@@ -318,7 +318,7 @@ def training_work(
     # TRL's fused head makes each tile of the logits again in its backward
     copied = method.copies_table * model.embeddings[0].num_params
     tied = bool(copied) and model.head_tied
-    of_head = scored * head * (passes + (run.loss_head == "trl-fused") + tied)
+    of_head = scored * head * (passes + LOSS_HEADS[run.loss_head].recomputes + tied)
     of_head = of_head + scored * _copied_weights(running, is_table=False)
     around_layers = 2 * (of_head + tokens * around * passes)
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
@@ -433,7 +433,7 @@ def _forward_loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss
     """
     if logits_loss is not None:
         return _FORWARD_PASSES[logits_loss.way_on(dtypes.device_kind)]
-    if run.loss_head == "trl-fused" and not dtypes.backend.has_triton:
+    if LOSS_HEADS[run.loss_head].folds_in_torch and not dtypes.backend.has_triton:
         return _FOLDED_FORWARD_PASSES
     return _FORWARD_PASSES["kernel"]
 
@@ -447,7 +447,7 @@ def _loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None)
         of_chosen = logits_loss.has_cross_entropy * _CROSS_ENTROPY_PASSES
         widened = _WIDENING_PASSES * (dtypes.compute_bytes == 2)
         return _LOGITS_LOSS_PASSES[logits_loss.way_on(dtypes.device_kind)] + of_chosen + widened
-    if run.loss_head == "trl-fused" and not dtypes.backend.has_triton:
+    if LOSS_HEADS[run.loss_head].folds_in_torch and not dtypes.backend.has_triton:
         return _FOLDED_FORWARD_PASSES + _FOLDED_BACKWARD_PASSES
     return LOSS_HEADS[run.loss_head].passes
 

@@ -13,6 +13,7 @@ from whichlora.spec.data_format import Rows
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS, FusedKernels
+from whichlora.spec.loss_heads import LOSS_HEADS, TRL
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, USUAL_HEAD, LossHead, RunConfig
@@ -322,7 +323,7 @@ def always(run: RunConfig) -> bool:
 
 
 def _has_head_of_trl(run: RunConfig) -> bool:
-    return run.loss_head == "trl-fused"
+    return LOSS_HEADS[run.loss_head].own_trainer == TRL
 
 
 def _no_names(run: RunConfig) -> tuple[str, ...]:

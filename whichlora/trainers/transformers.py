@@ -6,6 +6,7 @@ Source: transformers 5.23 `Trainer.training_step`, `compute_loss`; accelerate 1.
 
 from __future__ import annotations
 
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import liger
 from whichlora.trainers.base import OutputsHeld, Trainer
@@ -13,7 +14,7 @@ from whichlora.trainers.base import OutputsHeld, Trainer
 
 def _outputs_held(run: RunConfig) -> OutputsHeld:
     """`compute_loss` drops the outputs; one that computes its own loss (raw) may hold them."""
-    return "until_backward" if run.loss_head == "raw" else "until_loss"
+    return "until_backward" if LOSS_HEADS[run.loss_head].is_outside else "until_loss"
 
 
 # Of tools whose supervised steps are those of the Trainer: imports/ has what their files add.

@@ -7,6 +7,7 @@ from whichlora.memory.towers import grid_of
 from whichlora.methods import get_method
 from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.loss_heads import LOSS_HEADS, TRL
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, AUTOCAST_PRECISIONS, RunConfig
 from whichlora.spec.targets import all_linears
 from whichlora.spec.tower import Tower
@@ -115,7 +116,7 @@ def check_beside(model: ModelSpec, run: RunConfig, trainer: Trainer, reads: str 
     training, tower = run.phase == "finetune", model.tower
     assert tower is not None  # its caller has looked
     served = not training and get_engine(run.serving).start is not None
-    fused = run.loss_head == "trl-fused" and not tower.fused_head
+    fused = LOSS_HEADS[run.loss_head].own_trainer == TRL and not tower.fused_head
     for is_wrong, fault in (
         (training and not trainer.takes_images, f"not predicted for trainer {trainer.name}"),
         (training and fused, f"not predicted for loss_head {run.loss_head}, but for hf"),
