@@ -107,7 +107,7 @@ class Option:
                 )
             return value
         if self.kind is str:
-            if isinstance(value, int) and not isinstance(value, bool):  # one number of a list
+            if is_number(value):  # one of a list, or GB/s
                 value = str(value)
             if not isinstance(value, str):
                 raise ConfigError(f"{self.name}: {_shown(value)} is not a text")
