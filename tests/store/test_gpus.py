@@ -237,6 +237,14 @@ def test_words_in_any_order_find_the_board_that_has_them_all(name: str, key: str
     assert (spec.key, spec.notes) == (key, (f"{name}: taken as {key}",))
 
 
+def test_any_processor_is_a_target_by_its_memory() -> None:
+    spec = find_target("cpu-768GB")
+    assert (spec.key, spec.memory_bytes, spec.is_cpu) == ("cpu-768gb", 768 * GiB, True)
+    assert not spec.is_timed
+    with pytest.raises(ConfigError, match="is an amount of memory, and this needs the rates"):
+        find_gpu("cpu-768gb")
+
+
 @pytest.mark.parametrize("name", ["rtx-2080-max-q", "m6 ultra", "rx 6900 xtx", "rtx 4070 ti d"])
 def test_a_board_that_is_not_on_file_is_never_taken_for_another(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^unknown GPU"):

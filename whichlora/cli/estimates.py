@@ -53,8 +53,9 @@ _NONE_SERVED = (
 @run_options
 @gpu_option(
     "auto",
-    "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone; 2x3090: two in one run; "
-    "3090+2x4090: unequal ones; 3090@280W: limited to that power; g5.12xlarge: the GPUs of it.",
+    "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone; cpu-64gb: any "
+    "processor; 2x3090: two in one run; 3090+2x4090: unequal ones; 3090@280W: limited to that "
+    "power; g5.12xlarge: the GPUs of it.",
     counted=True,
 )
 @click.option(

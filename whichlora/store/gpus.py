@@ -334,16 +334,34 @@ def _closest_by_words(name: str, index: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in further if further[key] == min(further.values()))
 
 
+def _any_host(number: str) -> GpuSpec:
+    """A processor whose memory alone is known: modules of 64 GB have 64 GiB."""
+    num_bytes = round(float(number) * GiB)
+    return GpuSpec(
+        key=f"cpu-{number}gb",
+        name=f"any processor with {number} GB",
+        kind="cpu",
+        memory_bytes=num_bytes,
+        bandwidth_bytes_per_s=0.0,
+        peak_flops_per_s={},
+        notes=(f"cpu-{number}gb: any processor, with {format_bytes(num_bytes)} of memory",),
+    )
+
+
 def _any_card(name: str) -> GpuSpec | None:
     """A target of memory alone; None where `name` is no amount of memory.
 
     A card sold as 24 GB reports less to the framework, so the smallest card of that size decides.
     24GiB is exactly that many bytes.
     """
-    amount = _AMOUNT.fullmatch(name.strip().lower())
+    text = name.strip().lower()
+    host = text.removeprefix("cpu-")
+    amount = _AMOUNT.fullmatch(host)
     if amount is None or not 1 <= float(amount["number"]) <= MOST_GB:
         return None
     number = f"{float(amount['number']):g}"
+    if host != text:
+        return _any_host(number)
     if amount["unit"] == "gib":
         num_bytes = round(float(number) * GiB)
         note = f"{name}: {format_bytes(num_bytes)} that the driver reports"
