@@ -160,11 +160,15 @@ def waits_lines(predictions: Sequence[Prediction]) -> Iterator[str]:
 
 
 def rate_line(time: ServingTime) -> str:
-    """What the engine writes and answers in a second."""
+    """What the engine writes and answers in a second, and what one user sees of an answer."""
     low, high = map(format_count, time.interval_output_tokens_per_s)
+    grows = ""
+    if time.tpot_s > 0:  # answers of one token have none
+        grows = f"an answer that has begun grows by {1 / time.tpot_s:.3g} tokens/s; "
     return (
         f"{format_count(time.output_tokens_per_s)} tokens/s in all, between {low} and {high}; "
-        f"{time.requests_per_s:.3g} requests/s; {_lengths(time.length_spread)}"
+        f"{time.requests_per_s:.3g} requests/s; {grows}"
+        f"{_lengths(time.length_spread)}"
     )
 
 
