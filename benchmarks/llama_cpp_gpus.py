@@ -3,7 +3,8 @@
     python benchmarks/llama_cpp_gpus.py --write    docs/accuracy/llama_cpp_gpus.md
 
 `--fit` prints the constants of `serving.llama_cpp_rates` from the group "scoreboard", and those of
-`serving.llama_cpp_host` from two groups of `llama_cpp_host_speeds.csv`. `llama-bench` times prompts
+`serving.llama_cpp_host` from two groups of `llama_cpp_host_speeds.csv` and from
+`llama_cpp_cpu_prompts.csv`. `llama-bench` times prompts
 of `tokens` in micro-batches, and `tokens` that follow `before` others one by one.
 """
 
@@ -43,6 +44,8 @@ from whichlora.timing.model import product_rate, sustained_factor
 RECORDS = Path(__file__).parent / "llama_cpp_gpus.csv"
 MODELS = RECORDS.with_name("llama_cpp_model_speeds.csv")
 HOSTS = RECORDS.with_name("llama_cpp_host_speeds.csv")
+PROMPTS = RECORDS.with_name("llama_cpp_cpu_prompts.csv")
+ANY_PROCESSOR = "cpu-2048gb"
 MACHINES = LinkFiles((RECORDS.parent.parent / "calibration",))
 FITTED = "scoreboard"
 READS = np.linspace(0.75, 1.0, 26)  # shares of the bandwidth that --fit tries
@@ -236,6 +239,7 @@ class HostConstants:
     reads: float | None = None
     kernel_s: float | None = None
     crossing_s: float | None = None
+    flops_per_byte: float | None = None
 
 
 def hosted_seconds(case: Speed, constants: HostConstants = HostConstants()) -> float:
@@ -254,6 +258,10 @@ def hosted_of(case: Speed, constants: HostConstants = HostConstants()) -> Hosted
         hosted = replace(hosted, rates=rates)
     if constants.crossing_s is not None:
         hosted = replace(hosted, crossing_s=constants.crossing_s)
+    if constants.flops_per_byte is not None:
+        rate = constants.flops_per_byte * hosted.host.bandwidth_bytes_per_s
+        peaks = dict.fromkeys(hosted.host.peak_flops_per_s, rate)
+        hosted = replace(hosted, host=replace(hosted.host, peak_flops_per_s=peaks))
     link = host_bytes_per_s(asked.gpu, MACHINES)
     return hosted_timer(asked, hosted, stepping=steps, link_bytes_per_s=link)
 
@@ -289,6 +297,44 @@ def fitted_hosts(cases: Sequence[Speed]) -> HostConstants:
         ]
         waits.append(float(np.exp(np.mean(np.log(left)))))
     return replace(best[1], crossing_s=float(np.exp(np.mean(np.log(waits)))))
+
+
+def prompt_errors(constants: HostConstants = HostConstants()) -> dict[str, float]:
+    """Of each processor, the mean log of prompt over answer speed, published over ours."""
+    logs: dict[str, list[float]] = {}
+    with PROMPTS.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            answer = Speed(
+                gpu=ANY_PROCESSOR,
+                model=row["model"],
+                file_type=row["file_type"],
+                group="processor alone",
+                kind="decode",
+                ubatch=1,
+                tokens=128,
+                before=0,
+                tokens_per_s=float(row["tokens_per_s"]),
+                host="64",  # any: both speeds are in proportion to it
+            )
+            speed = float(row["prompt_tokens_per_s"])
+            prompt = replace(answer, kind="prompt", ubatch=512, tokens=512, tokens_per_s=speed)
+            ours = hosted_seconds(answer, constants) / hosted_seconds(prompt, constants)
+            published = answer.seconds / prompt.seconds
+            logs.setdefault(row["processor"], []).append(math.log(published / ours))
+    return {processor: float(np.mean(each)) for processor, each in logs.items()}
+
+
+def fitted_prompts() -> tuple[float, float, int]:
+    """FLOP of a host for each byte that its memory reads, the deviation of the log, processors."""
+    tried = np.arange(4.0, 16.0, 0.1)
+    best = min(
+        tried,
+        key=lambda each: abs(
+            np.mean(list(prompt_errors(HostConstants(flops_per_byte=float(each))).values()))
+        ),
+    )
+    logs = list(prompt_errors(HostConstants(flops_per_byte=float(best))).values())
+    return float(best), float(np.std(logs, ddof=1)), len(logs)
 
 
 def _by_host(cases: Sequence[Speed]) -> dict[str, list[Speed]]:
@@ -402,17 +448,7 @@ def model_document() -> str:
 
 def host_document() -> str:
     """Of hosts that have a part of the model."""
-    errors: dict[tuple[str, str], list[float]] = {}
-    hosts: dict[tuple[str, str], set[str]] = {}
-    inside = []
-    for case in speeds(HOSTS):
-        key, timer = (case.group, case.kind), hosted_of(case)
-        predicted = case.predicted_s(timer)
-        errors.setdefault(key, []).append(case.seconds / predicted - 1)
-        hosts.setdefault(key, set()).add(case.host)
-        farthest = TWO_SIDED_Z[TIME_CONFIDENCE] * timer.deviation
-        inside.append(abs(math.log(case.seconds / predicted)) <= farthest)
-    rows = [(*key, len(hosts[key]), *summary(each).cells()) for key, each in errors.items()]
+    rows, inside, count = host_rows([each for each in speeds(HOSTS) if not _is_alone(each)])
     return "\n\n".join(
         (
             "## With a part of the model on the host",
@@ -422,7 +458,7 @@ def host_document() -> str:
             "wait of GPU and host for each other, at the shortest context. Prompts, layers and "
             "longer contexts are not fitted. Whole requests are a mean over prompt and answer, "
             "so that they are slower than their steps. "
-            f"{sum(inside)} of {len(inside)} lie inside the interval of the answer "
+            f"{inside} of {count} lie inside the interval of the answer "
             f"({TIME_CONFIDENCE:.0%}).".replace("%", " %"),
             "Misses. A token after 4,096 and 8,192 others took 10 to 20 % longer in releases of "
             "May 2025, whose attention read a group's keys once for each query. One of these "
@@ -434,6 +470,53 @@ def host_document() -> str:
             ),
         )
     )
+
+
+def processor_document() -> str:
+    """Of processors alone."""
+    rows, inside, count = host_rows([each for each in speeds(HOSTS) if _is_alone(each)])
+    errors = [math.exp(-log) - 1 for log in prompt_errors().values()]
+    rows.append(("processor alone", "prompt over answer", len(errors), *summary(errors).cells()))
+    return "\n\n".join(
+        (
+            "## On a processor alone",
+            "Further published speeds of processors whose memory is stated: the constants above "
+            "are not fitted to them, except the share of memory that is made for a GPU. "
+            f"{inside} of {count} lie inside the interval ({TIME_CONFIDENCE:.0%}). ".replace(
+                "%", " %"
+            )
+            + "How much faster prompts are read than answers is fitted to the processors of "
+            "`benchmarks/llama_cpp_cpu_prompts.csv`.",
+            "Misses. An AmpereOne has 192 cores that wait for each other after each operator: "
+            "Llama 3.2 3B is three times as slow as we say, 405B as fast. DeepSeek-R1 ran there "
+            "under an Ollama of January 2025. A processor with a GPU's memory beside it (Strix "
+            "Halo, M2 Ultra, Cix P1) reads 40 % of what that memory has. Prompts differ most "
+            "where cores are many, or few.",
+            markdown_table(
+                ("", "step", "processors", "n", "median", "p90", "worst"), rows, first_figure=2
+            ),
+        )
+    )
+
+
+def host_rows(cases: Sequence[Speed]) -> tuple[list[tuple[str | int, ...]], int, int]:
+    """Rows of a table by group; how many of how many lie inside the interval."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    hosts: dict[tuple[str, str], set[str]] = {}
+    inside = 0
+    for case in cases:
+        key, timer = (case.group, case.kind), hosted_of(case)
+        predicted = case.predicted_s(timer)
+        errors.setdefault(key, []).append(case.seconds / predicted - 1)
+        hosts.setdefault(key, set()).add(case.host)
+        farthest = TWO_SIDED_Z[TIME_CONFIDENCE] * timer.deviation
+        inside += abs(math.log(case.seconds / predicted)) <= farthest
+    rows = [(*key, len(hosts[key]), *summary(each).cells()) for key, each in errors.items()]
+    return rows, inside, len(cases)
+
+
+def _is_alone(speed: Speed) -> bool:
+    return speed.gpu == ANY_PROCESSOR
 
 
 def _files(speed: Speed) -> str:
@@ -448,9 +531,10 @@ def main() -> None:
     if asked.fit:
         print(fitted([speed for speed in speeds() if speed.group == FITTED]))
         print(fitted_hosts(speeds(HOSTS)))
+        print(fitted_prompts())
         return
     gpus = document([*compared(), *left_out()])
-    text = "\n\n".join((gpus, model_document(), host_document()))
+    text = "\n\n".join((gpus, model_document(), host_document(), processor_document()))
     print(text)
     if asked.write:
         write_page("llama_cpp_gpus", "Speed of llama.cpp on GPUs", text)

@@ -8,7 +8,16 @@ import llama_cpp_gpus
 import pytest
 
 from whichlora.predict.judgement import TIME_CONFIDENCE
-from whichlora.serving.llama_cpp_host import CROSSING_S, HOST_KERNEL_S, HOST_READS
+from whichlora.serving.llama_cpp_host import (
+    CROSSING_S,
+    HOST_DEVIATION,
+    HOST_FLOPS_PER_BYTE,
+    HOST_KERNEL_S,
+    HOST_READS,
+    PROMPT_DEVIATION,
+    PROMPT_HOSTS,
+    SHARED_READS,
+)
 from whichlora.serving.llama_cpp_rates import BLOCK_RATES, BLOCK_READS
 from whichlora.spec.numeric import TWO_SIDED_Z
 
@@ -42,7 +51,8 @@ def test_hosts_give_the_constants_of_what_they_compute() -> None:
 
 
 def test_most_published_speeds_with_a_host_lie_inside_the_interval() -> None:
-    cases = llama_cpp_gpus.speeds(llama_cpp_gpus.HOSTS)
+    every = llama_cpp_gpus.speeds(llama_cpp_gpus.HOSTS)
+    cases = [each for each in every if each.gpu != llama_cpp_gpus.ANY_PROCESSOR]
     assert len(cases) >= 40
     sizes, inside = [], 0
     for case in cases:
@@ -52,6 +62,39 @@ def test_most_published_speeds_with_a_host_lie_inside_the_interval() -> None:
         inside += error <= TWO_SIDED_Z[TIME_CONFIDENCE] * timer.deviation
     assert sorted(sizes)[len(sizes) // 2] < 0.15
     assert inside >= 0.85 * len(cases)
+
+
+def test_processors_alone_are_near_published_speeds_that_nothing_is_fitted_to() -> None:
+    """AmpereOne's 192 cores wait longer for each other."""
+    cases = [
+        each
+        for each in llama_cpp_gpus.speeds(llama_cpp_gpus.HOSTS)
+        if each.group == "processor alone" and "5200" not in each.host
+    ]
+    assert len(cases) >= 13
+    logs = [math.log(each.seconds / llama_cpp_gpus.hosted_seconds(each)) for each in cases]
+    assert max(map(abs, logs)) < TWO_SIDED_Z[TIME_CONFIDENCE] * HOST_DEVIATION
+    assert sorted(map(abs, logs))[len(logs) // 2] < 0.14
+
+
+def test_memory_of_a_gpu_is_read_slower_by_its_processor() -> None:
+    cases = [
+        each
+        for each in llama_cpp_gpus.speeds(llama_cpp_gpus.HOSTS)
+        if each.group == "processor, memory shared"
+    ]
+    logs: dict[str, list[float]] = {}
+    for each in cases:
+        error = math.log(llama_cpp_gpus.hosted_seconds(each) / each.seconds)
+        logs.setdefault(each.host, []).append(error)
+    share = HOST_READS * math.exp(sum(sum(of) / len(of) for of in logs.values()) / len(logs))
+    assert share == pytest.approx(SHARED_READS, abs=0.01)
+
+
+def test_prompts_of_processors_give_what_they_multiply() -> None:
+    flops, deviation, count = llama_cpp_gpus.fitted_prompts()
+    assert (round(flops, 1), count) == (HOST_FLOPS_PER_BYTE, PROMPT_HOSTS)
+    assert deviation == pytest.approx(PROMPT_DEVIATION, abs=0.01)
 
 
 def test_tokens_of_experts_and_recurrent_layers_are_near_published_ones() -> None:

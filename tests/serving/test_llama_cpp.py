@@ -558,8 +558,8 @@ def test_narrow_keys_are_fewer_bytes() -> None:
     assert narrow == 34 / 32
 
 
-def test_a_cpu_alone_is_not_timed() -> None:
-    assert "on a CPU" in start(served(gpu=CPU)).untimed
+def test_a_cpu_alone_is_timed_and_layers_on_the_host_of_a_gpu_are() -> None:
+    assert not start(served(gpu=CPU)).untimed
     assert not start(served(n_gpu_layers=20)).untimed
     assert not start(served()).untimed
 
@@ -642,11 +642,13 @@ def test_short_flags_are_its_options() -> None:
 
 
 def test_a_step_that_has_no_time_says_why() -> None:
-    run = replace(RUN, serving_options=(("file_type", "Q4_K_M"),))
-    prediction = predict(load_model(LLAMA), run, CPU, load_calibration(CPU))
+    spark, run = find_target("gb10"), replace(RUN, model="deepseek-ai/DeepSeek-V3")
+    run = replace(run, serving_options=(("file_type", "Q4_K_M"),))
+    prediction = predict(load_model(run.model), run, spark, load_calibration(spark))
     assert prediction.serving is not None
+    assert prediction.serving.starts
     assert prediction.serving.time is None
-    assert any("from its log of this file" in note for note in prediction.notes)
+    assert any("is read from the disk again for each token" in note for note in prediction.notes)
 
 
 # --- several GPUs -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from whichlora.memory import allocator
@@ -9,7 +10,7 @@ from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.predict.serving_links import machines_of, nodes_note, num_nodes, unlinked
-from whichlora.predict.serving_time import serving_time
+from whichlora.predict.serving_time import logged_timer, serving_time
 from whichlora.predict.words import gpus_in_words
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Served, Start
@@ -144,10 +145,13 @@ def serving_notes(
             f"requests arrive faster than they are answered, {answer.time.requests_per_s:.3g} a "
             "second: the queue grows, and waits with it"
         )
-    if answer.time is not None and start.untimed:
+    of_times: Sequence[str] = ()
+    if answer.time is not None and logged_timer(job, job.served, calibration) is not None:
         lines.append("times by what the engine's logs on this device state of the same file")
+    elif answer.time is not None:
+        of_times = job.engine.time_notes(job.served)
     lines += job.engine.ignored_notes(job.run)
-    return (*lines, *job.engine.notes(_on_nodes(job, calibration), start))
+    return (*lines, *job.engine.notes(_on_nodes(job, calibration), start), *of_times)
 
 
 def _own_context_note(job: ResolvedRun, start: Start, answer: ServingPrediction) -> list[str]:

@@ -75,13 +75,15 @@ def _timer(
     """
     if served.refused_requests:
         return None
-    if service.start.untimed and job.engine.logged_timer is not None:
-        return job.engine.logged_timer(served, calibration.logged_times())
+    logged = logged_timer(job, served, calibration)
+    if logged is not None:
+        return logged
     if job.engine.stepping is None or service.start.untimed:
         return None
-    if not all(card.is_timed for card in job.gpu.beside or (job.gpu,)):
-        return None
     stepping = job.engine.stepping(served)
+    is_on_gpus = stepping.hosted is None or not stepping.hosted.is_alone
+    if is_on_gpus and not all(card.is_timed for card in job.gpu.beside or (job.gpu,)):
+        return None
     timer: StepTimer | PipelineTimer | HostedTimer | DraftingTimer
     if stepping not in service.timers:
         ranks, stages = stepping.ranks, stepping.num_stages
@@ -112,6 +114,13 @@ def _timer(
             )
         service.timers[stepping] = timer
     return service.timers[stepping]
+
+
+def logged_timer(job: ResolvedRun, served: Served, calibration: Calibration) -> CpuTimer | None:
+    """Of the steps that logs of the same file on this device state; None where there are none."""
+    if job.engine.logged_timer is None:
+        return None
+    return job.engine.logged_timer(served, calibration.logged_times())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,21 +194,32 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
 def _with_intervals(asked: _Asked) -> ServingTime:
     """At the predicted times, and at both ends of their interval.
 
-    Of a concurrency all waits but `front_s` go with the steps; of arrivals they do not.
+    Of a concurrency all waits but `front_s` go with the steps; of arrivals they do not, nor where
+    steps with a prompt err otherwise than those without.
     """
     rules, load, timer, scale = asked.rules, asked.load, asked.timer, asked.scale
 
-    def at(factor: float) -> Waits:
+    def at(factor: float, of_prompts: float) -> Waits:
         seconds = timer.seconds
-        if factor == 1.0:
+        if factor == of_prompts == 1.0:
             return simulate(rules, load, seconds)
-        return simulate(rules, load, lambda step: factor * seconds(step))
+        return simulate(
+            rules,
+            load,
+            lambda step: (of_prompts if step.prompt_tokens else factor) * seconds(step),
+        )
 
-    fast, slow = (float(end) for end in time_interval(1.0, timer.deviation))
-    factors = (fast, slow * timer.stepping.slowest)
-    waits = at(1.0)
+    factors = _ends(timer, timer.deviation)
+    of_prompts = factors
+    if isinstance(timer, HostedTimer):
+        of_prompts = _ends(timer, timer.prompt_deviation)
+    waits = at(1.0, 1.0)
     is_open = load.requests_per_s is not None
-    ends = [at(factor) if is_open else waits.slower(factor, rules.front_s) for factor in factors]
+    goes_with_steps = not is_open and of_prompts == factors
+    ends = [
+        waits.slower(factor, rules.front_s) if goes_with_steps else at(factor, of_prompt)
+        for factor, of_prompt in zip(factors, of_prompts, strict=True)
+    ]
     running = _running(rules, load, waits)
     cached = running * (load.prompt_len + load.new_tokens / 2)
     middle = Step(decoding=running, cached_tokens=cached, sampled=running)
@@ -220,6 +240,12 @@ def _with_intervals(asked: _Asked) -> ServingTime:
         step_parts_s=timer.parts(middle),
         confidence=TIME_CONFIDENCE,
     )
+
+
+def _ends(timer: Timer, deviation: float) -> tuple[float, float]:
+    """Times a step may take at least and at most, over what is predicted."""
+    fast, slow = (float(end) for end in time_interval(1.0, deviation))
+    return fast, slow * timer.stepping.slowest
 
 
 def _running(rules: Rules, load: Load, waits: Waits) -> int:

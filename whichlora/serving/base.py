@@ -479,6 +479,10 @@ def _no_options(libraries: Libraries, model: ModelSpec) -> Mapping[str, OptionVa
     return {}
 
 
+def _no_time_notes(served: Served) -> tuple[str, ...]:
+    return ()
+
+
 def _no_notes(served: Served, start: Start) -> tuple[str, ...]:
     return ()
 
@@ -526,13 +530,13 @@ class Engine:
         text_options: with which a release does not, that of a run; none where no flag says so.
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
-        logged_timer: of steps that `Start.untimed` says are not predicted, by logs of the same
-            device; None where these do not tell.
+        logged_timer: of steps, by logs of the same device, which say it better than `stepping`;
+            None where these do not tell.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         prepare: lines of a shell that make what the command loads from the directory of
             `Served.weights`; empty where it loads that.
-        notes: what a user must know of a run.
+        notes: what a user must know of a run; time_notes: of its times by `stepping`.
         log: how what it prints is read.
         programs: commands and modules that start it, such as "vllm serve"; images: of containers
             that do; model_flags: their options that name the model, before all others what stands
@@ -590,6 +594,7 @@ class Engine:
     command: Callable[[Served], str] = _nothing
     prepare: Callable[[Served], str] = _nothing
     notes: Callable[[Served, Start], tuple[str, ...]] = _no_notes
+    time_notes: Callable[[Served], Sequence[str]] = _no_time_notes
     log: EngineLog | None = None
     programs: tuple[str, ...] = ()
     images: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from whichlora.serving.base import Served, Stepping
+from whichlora.serving.cpu_timer import ROWS_DEVIATION
 from whichlora.serving.kernel_rates import KernelRates
 from whichlora.serving.step_time import PARTS, ModelPart, Step, StepTimer, step_timer
 from whichlora.spec.gpu import GpuSpec
@@ -28,9 +29,13 @@ class Hosted:
         host: what its processor and memory are taken for; `rates` what kernels reach on it.
         crossings: of a pass, times that GPUs wait for the host and it for them, with
             `crossing_s` each, and the deviation of its log.
-        copied_from: tokens of a pass from which on a GPU computes with copies.
-        copied_share: of what the link reaches from pinned memory, the speed of these copies.
+        copied_from: tokens of a pass from which on a GPU computes with copies; None where no GPU
+            does.
+        copied_share: of what the link reaches from pinned memory, the speed of these copies;
+            shared_bytes_per_s: of copies within memory that both share, None where a link is
+            between them.
         bandwidth_deviation: of the log of the host's bandwidth, where nobody states it; else 0.
+        prompt_deviation: of the log of a prompt's time that the host takes, over one token's.
     """
 
     parts: tuple[tuple[int, ModelPart], ...]
@@ -41,9 +46,16 @@ class Hosted:
     crossings: int
     crossing_s: float
     crossing_deviation: float
-    copied_from: int
+    copied_from: int | None
     copied_share: float
+    shared_bytes_per_s: float | None
     bandwidth_deviation: float
+    prompt_deviation: float
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no GPU has a part in it."""
+        return not self.parts and self.copied_from is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +64,14 @@ class HostedTimer:
 
     Args:
         devices: a timer of what each GPU has.
-        host: of the layers in its memory, computed there; `copied` on a GPU.
+        host: of the layers in its memory, computed there; `copied` on a GPU, None where none does.
         head: on the host; None where a GPU has it.
         copied_bytes_per_s: of weights to a GPU.
     """
 
     devices: tuple[StepTimer, ...]
     host: StepTimer
-    copied: StepTimer
+    copied: StepTimer | None
     head: StepTimer | None
     hosted: Hosted
     copied_bytes_per_s: float
@@ -77,7 +89,10 @@ class HostedTimer:
         one = Step(decoding=1, cached_tokens=0.0, sampled=1)
         host_s = self._on_host_s(one)
         devices_s = [timer.seconds(one) for timer in self.devices]
-        own = math.hypot(self.host.deviation, self.hosted.bandwidth_deviation)
+        rows = self.hosted.is_alone and (self.stepping.max_num_seqs or 1) > 1
+        own = math.hypot(
+            self.host.deviation, self.hosted.bandwidth_deviation, ROWS_DEVIATION * rows
+        )
         errors = [
             seconds * each.deviation for seconds, each in zip(devices_s, self.devices, strict=True)
         ]
@@ -85,6 +100,18 @@ class HostedTimer:
         crossing_error = self.hosted.crossing_deviation * crossings_s
         error = math.hypot(own * host_s, crossing_error, sum(errors))
         return error / (host_s + crossings_s + sum(devices_s))
+
+    @property
+    def prompt_deviation(self) -> float:
+        """Of the log of a prompt's time: where the host is alone, it multiplies.
+
+        Kind: estimate.
+        """
+        if not self.hosted.is_alone:
+            return self.deviation
+        return math.hypot(
+            self.hosted.prompt_deviation, self.host.deviation, self.hosted.bandwidth_deviation
+        )
 
     def seconds(self, step: Step) -> float:
         """Of `step`."""
@@ -99,11 +126,12 @@ class HostedTimer:
         passes = self.stepping.passes(step.tokens)
         timers = list(self.devices)
         beside = {HOST: 0.0, COPIES: 0.0, CROSSINGS: 0.0}
-        if step.tokens / passes < self.hosted.copied_from:
+        copied_from = self.hosted.copied_from
+        if self.copied is None or copied_from is None or step.tokens / passes < copied_from:
             beside[HOST] = self.host.seconds(step)
         else:
             timers.append(self.copied)
-            beside[COPIES] = self._copies_s(step, passes)
+            beside[COPIES] = self._copies_s(self.copied, step, passes)
         if self.head is not None:
             beside[HOST] += self.head.seconds(step)
         beside[CROSSINGS] = passes * self.hosted.crossings * self.hosted.crossing_s
@@ -114,11 +142,11 @@ class HostedTimer:
         seconds = self.host.seconds(step)
         return seconds + (self.head.seconds(step) if self.head is not None else 0.0)
 
-    def _copies_s(self, step: Step, passes: int) -> float:
+    def _copies_s(self, copied: StepTimer, step: Step, passes: int) -> float:
         """Of weights that tokens chose, for each pass, and of cached keys and values once."""
-        weights = passes * self.copied.weight_bytes(step.tokens / passes)
+        weights = passes * copied.weight_bytes(step.tokens / passes)
         before = step.prompt_pairs / step.prompt_tokens if step.prompt_tokens else 0.0
-        cached = self.copied.cached_bytes(step.cached_tokens + passes * before)
+        cached = copied.cached_bytes(step.cached_tokens + passes * before)
         return (weights + cached) / self.copied_bytes_per_s
 
 
@@ -153,10 +181,10 @@ def hosted_timer(
     return HostedTimer(
         devices=tuple(on(cards[number], part) for number, part in hosted.parts),
         host=by_host(hosted.on_host),
-        copied=on(cards[0], hosted.on_host),
+        copied=None if hosted.copied_from is None else on(cards[0], hosted.on_host),
         head=by_host(nothing) if hosted.scores_on_host else None,
         hosted=hosted,
-        copied_bytes_per_s=hosted.copied_share * link_bytes_per_s,
+        copied_bytes_per_s=hosted.shared_bytes_per_s or hosted.copied_share * link_bytes_per_s,
     )
 
 

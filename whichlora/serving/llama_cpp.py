@@ -76,6 +76,7 @@ from whichlora.serving.llama_cpp_rates import (
 from whichlora.serving.llama_cpp_split import Placement
 from whichlora.serving.other_flags import DRAFT, IMAGES, NO_NUMBER, OF_A_SERVER
 from whichlora.serving.rank import check_model, positions_note
+from whichlora.serving.unified_memory import is_unified
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.checkpoint import gguf_type, is_gguf
 from whichlora.spec.layer import Linear
@@ -138,7 +139,7 @@ def start(served: Served) -> Start:
         max_num_seqs=lambda context: served.count("parallel") or MOST_SLOTS,
         shared_cells=padded(served.context) if shares_cache(served) else None,
         fault=fault,
-        untimed=_untimed(served),
+        untimed=_untimed(served, placed),
         stage=fullest.number + 1 if (served.count(DEVICES) or 1) > 1 else 0,
         held=_held(served, placed) if fits(served) and served.gpu.kind == "cuda" else "",
         is_whole=_is_whole(served, placed),
@@ -295,7 +296,7 @@ def stepping(served: Served) -> Stepping:
     cached = (row_bytes(in_block, keys) + row_bytes(in_block, values)) / (2 * in_block)
     batch = served.count("batch_size") or 2048
     placed, num_layers = placement(served), len(layers_in_order(served.model))
-    is_whole = served.gpu.is_cpu or _is_whole(served, placed)
+    is_whole = not served.gpu.is_cpu and _is_whole(served, placed)
     rates = plain_rates
     if in_blocks:
         is_measured = len(placed.by_device) == 1 and not _has_states(served.model)
@@ -350,14 +351,19 @@ def _stage_cards(served: Served, placed: Placement) -> tuple[int, ...]:
     return tuple(number for number, count in enumerate(placed.by_device) if count)
 
 
-def _untimed(served: Served) -> str:
-    """Why steps on a CPU, or of such a file, have no times."""
+def _untimed(served: Served, placed: Placement) -> str:
+    """Why steps of such a file, or of one that memory does not hold, have no times."""
     if served.gpu.is_cpu:
-        return (
-            "a step of llama.cpp on a CPU is predicted from its log of this file alone: each type "
-            "of weights has a rate of its own there, which a datasheet does not state; let "
-            "llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
-        )
+        return ""
+    if is_unified(served.gpu) and not _is_whole(served, placed):
+        needed = taken(served, placed, served.context, slots(served))
+        both = needed.device + needed.host
+        if both > served.gpu.memory_bytes:
+            return (
+                f"processor and GPU share {format_bytes(served.gpu.memory_bytes)}, of which the "
+                f"model takes {format_bytes(both)}: what does not fit is read from the disk again "
+                "for each token; use a smaller file_type"
+            )
     cards = cards_of(served).values()
     if file_type(served) not in UNQUANTISED and not all(map(has_block_rates, cards)):
         return (
@@ -597,9 +603,17 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
         f"the host holds {format_bytes(needed.host)}: token embeddings, buffers and what the GPU "
         "does not hold"
     )
-    if not start.untimed and not _is_whole(served, placed):
-        lines += time_notes(served)
+    if is_unified(served.gpu) and not _is_whole(served, placed):
+        lines.append(
+            "processor and GPU share one memory: a part on the host frees nothing, and is slower"
+        )
     return tuple(lines)
+
+
+def _time_notes(served: Served) -> list[str]:
+    """Of times that a host has a part in."""
+    is_whole = not served.gpu.is_cpu and _is_whole(served, placement(served))
+    return [] if is_whole else time_notes(served)
 
 
 def _device_notes(served: Served, placed: Placement, start: Start) -> list[str]:
@@ -783,6 +797,7 @@ ENGINE = Engine(
     command=command,
     prepare=prepare,
     notes=notes,
+    time_notes=_time_notes,
     log=LOG,
     programs=("llama-server", "llama-cli"),
     images=("ggml-org/llama.cpp", "ggerganov/llama.cpp"),

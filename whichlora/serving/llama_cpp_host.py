@@ -25,6 +25,7 @@ from whichlora.serving.llama_cpp_memory import (
 )
 from whichlora.serving.llama_cpp_split import Placement
 from whichlora.serving.step_time import ModelPart
+from whichlora.serving.unified_memory import is_unified
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.layer import Linear
@@ -47,11 +48,13 @@ HOST_READS, HOST_KERNEL_S = 0.68, 12.5e-6
 CROSSING_S = 180e-6
 # Of their logs, from host to host; covers 39 of 44 published speeds. The latter are 0.12 to 0.4 ms.
 HOST_DEVIATION, CROSSING_DEVIATION = 0.22, 0.6
-# What a byte a second of memory comes with: 5.6 rows of 4-bit weights take as long to multiply as
-# to read. Kind: estimate, of Qwen3-30B-A3B in IQ4_XS on a Ryzen 9 7950X alone: 142 prompt tokens
-# and 25.3 answered ones a second (ik_llama.cpp's discussion 357). Prompts do not ask it: GPUs
-# compute these.
-HOST_FLOPS_PER_BYTE = 14.0
+# Of memory made for the GPU that shares it, what the processor reaches. Kind: fitted, the geometric
+# mean of a Strix Halo, an M2 Ultra and a Cix P1 without their GPUs (`llama_cpp_host_speeds.csv`).
+SHARED_READS = 0.40
+# What a byte a second of memory comes with, and the deviation of its log: a prompt is read 2 to 20
+# times as fast as an answer is written. Kind: fitted, to so many processors whose speeds of both
+# are published (`benchmarks/llama_cpp_cpu_prompts.csv`). Beside GPUs few prompts ask it.
+HOST_FLOPS_PER_BYTE, PROMPT_DEVIATION, PROMPT_HOSTS = 8.9, 0.54, 15
 # Of pinned memory's speed, copies of a mapped file reach. Kind: measured, the geometric mean of
 # llama.cpp's pull request 6083 (349 and 388 tokens/s) and issue 25859 (21 % faster when pinned).
 MAPPED_SHARE = 0.86
@@ -88,15 +91,21 @@ def check_bandwidth(served: Served) -> None:
 
 def time_notes(served: Served) -> list[str]:
     """What times with a part of the model on the host are of, and what makes prompts faster."""
-    text = served.options[BANDWIDTH]
-    stated = None if text is None else stated_bytes_per_s(str(text))
-    if stated:
-        lines = [f"times are of a host whose memory has {stated / 1e9:.4g} GB/s"]
+    known = known_bytes_per_s(served)
+    if known:
+        lines = [f"times are of a host whose memory has {known / 1e9:.4g} GB/s"]
     else:
         lines = [
             "times are of hosts of two channels, DDR4-3200 to DDR5-6000; state yours: "
             f"--serving-option {BANDWIDTH}=ddr5-5600, or in GB/s"
         ]
+    if served.gpu.is_cpu:
+        lines.append(
+            "memory does not say how fast a prompt is read: the interval of the first token is of "
+            f"{PROMPT_HOSTS} published processors; a log of this one says more: whichlora "
+            "calibrate --gpu cpu --from-log FILE"
+        )
+        return lines
     faster = []
     if (served.count("ubatch_size") or 512) < 2048:
         faster.append("ubatch_size=2048 does so less often")
@@ -110,9 +119,22 @@ def time_notes(served: Served) -> list[str]:
     return lines
 
 
+def known_bytes_per_s(served: Served) -> float | None:
+    """Of the host's memory, as stated or as its GPU shares it; None where that is not known."""
+    text = served.options[BANDWIDTH]
+    if text is not None:
+        return stated_bytes_per_s(str(text))
+    return served.gpu.bandwidth_bytes_per_s if is_unified(served.gpu) else None
+
+
 def host_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
     """As `rates_of`, in whatever dtype the GPUs compute."""
     return rates_of(gpu)
+
+
+def shared_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
+    """As `host_rates`, of a processor that shares its memory with a GPU."""
+    return rates_of(gpu, reads=SHARED_READS)
 
 
 def rates_of(
@@ -141,19 +163,37 @@ def rates_of(
 
 
 def hosted(served: Served, placed: Placement) -> Hosted:
-    """How the file of `served` lies on GPUs and on the host."""
-    text = served.options[BANDWIDTH]
-    stated = None if text is None else stated_bytes_per_s(str(text))
+    """How the file of `served` lies on GPUs and on the host, or on a processor alone."""
+    if served.gpu.is_cpu:
+        placed = Placement(by_device=(0,))
     is_pinned = served.options[LOADING] in _PINNED
-    return _hosted(served.model, file_type(served), placed, stated, is_pinned)
+    return _hosted(
+        served.model,
+        file_type(served),
+        placed,
+        known_bytes_per_s(served),
+        is_pinned=is_pinned,
+        is_alone=served.gpu.is_cpu,
+        is_shared=is_unified(served.gpu),
+    )
 
 
 @lru_cache(maxsize=256)
 def _hosted(
-    model: ModelSpec, stored: str, placed: Placement, stated: float | None, is_pinned: bool
+    model: ModelSpec,
+    stored: str,
+    placed: Placement,
+    known: float | None,
+    *,
+    is_pinned: bool,
+    is_alone: bool,
+    is_shared: bool,
 ) -> Hosted:
-    """The value of one placement, so that equal ways to step are equal."""
-    bandwidth = stated or math.sqrt(LEAST_BYTES_PER_S * MOST_BYTES_PER_S)
+    """The value of one placement, so that equal ways to step are equal.
+
+    Memory that both share is read and written by a copy within it.
+    """
+    bandwidth = known or math.sqrt(LEAST_BYTES_PER_S * MOST_BYTES_PER_S)
     spread = math.log(MOST_BYTES_PER_S / LEAST_BYTES_PER_S) / 2
     flops = HOST_FLOPS_PER_BYTE * bandwidth
     used = [device for device, count in enumerate(placed.by_device) if count]
@@ -172,13 +212,15 @@ def _hosted(
             bandwidth_bytes_per_s=bandwidth,
             peak_flops_per_s=dict.fromkeys(("fp32", "bf16", "fp16"), flops),
         ),
-        rates=host_rates,
-        crossings=_crossings(placed, len(layers_in_order(model))),
+        rates=shared_rates if is_shared else host_rates,
+        crossings=0 if is_alone else _crossings(placed, len(layers_in_order(model))),
         crossing_s=CROSSING_S,
         crossing_deviation=CROSSING_DEVIATION,
-        copied_from=OFFLOADED_TOKENS,
+        copied_from=None if is_alone else OFFLOADED_TOKENS,
         copied_share=1.0 if is_pinned else MAPPED_SHARE,
-        bandwidth_deviation=0.0 if stated else spread / TWO_SIDED_Z[0.90],
+        shared_bytes_per_s=bandwidth / 2 if is_shared else None,
+        bandwidth_deviation=0.0 if known else spread / TWO_SIDED_Z[0.90],
+        prompt_deviation=PROMPT_DEVIATION,
     )
 
 
