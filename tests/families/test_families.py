@@ -307,3 +307,13 @@ def test_heads_that_transformers_refuses_are_refused(model_type: str) -> None:
     ):
         build(config, name="odd")
     build({**config, "model_type": "qwen2", "num_key_value_heads": 30}, name="cut")
+
+
+def test_embeddinggemma_reads_both_ways_through_a_mask_and_gemma_3_does_not() -> None:
+    config: dict[str, Any] = {"model_type": "gemma3_text", "sliding_window": 512}
+    both_ways = build(config | {"use_bidirectional_attention": True}, name="e")
+    for model, is_causal in ((both_ways, False), (build(config, name="g"), True)):
+        attentions = [each for layer, _ in model.layers() for each in layer.attentions]
+        assert {each.causal for each in attentions} == {is_causal}
+        assert {each.always_masked for each in attentions} == {not is_causal}
+        assert {each.sliding_window for each in attentions} == {512, None}

@@ -211,6 +211,13 @@ AS_TYPED = {
     "command-r:35b": "CohereForAI/c4ai-command-r-v01",
     "aya-expanse:8b": "CohereLabs/aya-expanse-8b",
     "stablelm 2 1.6b": "stabilityai/stablelm-2-1_6b",
+    "all-MiniLM-L6-v2": "sentence-transformers/all-MiniLM-L6-v2",
+    "all mpnet base v2": "sentence-transformers/all-mpnet-base-v2",
+    "bge-m3": "BAAI/bge-m3",
+    "bge small en v1.5": "BAAI/bge-small-en-v1.5",
+    "embeddinggemma 300m": "google/embeddinggemma-300m",
+    "multilingual-e5-small": "intfloat/multilingual-e5-small",
+    "qwen3-reranker-0.6b": "Qwen/Qwen3-Reranker-0.6B",
 }
 
 

@@ -21,6 +21,7 @@ from whichlora.spec.numeric import added
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
+from whichlora.tasks.embedding import TASK
 
 BERT, QWEN = "google-bert/bert-base-uncased", "Qwen/Qwen3-0.6B"
 CACHED = ("loss", "CachedMultipleNegativesRankingLoss")
@@ -199,3 +200,14 @@ def test_each_text_of_a_row_is_a_sequence_and_other_negatives_are_refused() -> N
     assert lengths == [(1, 2, 3), (1, 2, 3)]
     with pytest.raises(ConfigError, match="the run has 1, and a row of the data set has 0"):
         reader.counts(lambda texts, _: [0 for _ in texts], [{"anchor": "a", "positive": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("model", "is_warned"), [("google/embeddinggemma-300m", False), ("google/gemma-3-270m", True)]
+)
+def test_the_mean_of_hidden_states_is_warned_of_where_tokens_see_no_later_ones(
+    model: str, is_warned: bool
+) -> None:
+    asked = job(model)
+    notes = TASK.notes(asked.model, asked.run)
+    assert any("last token alone" in note for note in notes) == is_warned

@@ -11,7 +11,7 @@ from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attent
 from whichlora.families.decoder import FULL, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
 from whichlora.spec.architecture import Embedding, ModelSpec
-from whichlora.spec.layer import Layer, LayerInput, Linear, Norm
+from whichlora.spec.layer import Attention, Layer, LayerInput, Linear, Norm
 
 SANDWICH = (
     "input_layernorm",
@@ -55,6 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "sliding_window_pattern": 6,
+        "use_bidirectional_attention": False,
     },
     "gemma4_text": GEMMA2
     | _NO_CAPS
@@ -112,12 +113,23 @@ def _vaultgemma(c: Fields) -> ModelSpec:
 
 
 def _gemma3(c: Fields) -> ModelSpec:
-    return decoder(
+    spec = decoder(
         c,
         _style(c, layer_norms=SANDWICH, qk_norm="head"),
         layer_types=every_nth_full(c, c.size("sliding_window_pattern")),
         rotates_each_kind=True,
     )
+    return spec.with_attentions(_both_ways) if c.flag("use_bidirectional_attention") else spec
+
+
+def _both_ways(attention: Attention) -> Attention:
+    """That of EmbeddingGemma: a token sees those after it, too.
+
+    The window of its config is whole, half of it to each side. A mask is made whatever the batch.
+    Source: transformers 5.23 `Gemma3TextConfig.__post_init__`, `Gemma3TextModel.forward`: its
+    `or_mask_function` keeps `create_causal_mask` from leaving the mask to SDPA.
+    """
+    return replace(attention, causal=False, always_masked=True)
 
 
 def _gemma4_layer(c: Fields, kind: str, *, sharing: str) -> Layer:

@@ -31,7 +31,8 @@ def _prepare(model: ModelSpec, run: RunConfig) -> ModelSpec:
 
 
 def _notes(model: ModelSpec, run: RunConfig) -> tuple[str, ...]:
-    if model.task == "encoder" or pooling_of(run) == "lasttoken":
+    attentions = (each for layer, _ in model.layers() for each in layer.attentions)
+    if not any(each.causal for each in attentions) or pooling_of(run) == "lasttoken":
         return ()
     return (
         f"a decoder's last token alone has read the whole text: models such as Qwen3-Embedding "
