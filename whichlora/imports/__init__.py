@@ -150,7 +150,14 @@ class _Files:
         launch = replace(
             launch, deepspeed_configs=tool.deepspeed_configs, fsdp_configs=tool.fsdp_configs
         )
-        return tool.imported(str(shown.path), keys, launch, list(values))
+        launch = _with_pins(launch, self._pins(shown, main))
+        return _under_pins(tool.imported(str(shown.path), keys, launch, list(values)), launch.pins)
+
+    def _pins(self, *sources: Source) -> Mapping[str, str]:
+        """Versions that the last of `sources` installs; none where the user states versions."""
+        if self.libraries is not None:
+            return {}
+        return {name: version for each in sources for name, version in each.pins.items()}
 
     def _configuration(self, script: Source | None, command: Command) -> Source | None:
         """The file that the command names as the tool's configuration, if it does."""
@@ -253,6 +260,24 @@ class _Files:
             repeated=command.repeated,
             read_file=read_file,
         )
+
+
+def _with_pins(launch: Launch, pins: Mapping[str, str]) -> Launch:
+    return replace(launch, libraries=Libraries.of(pins.items()), pins=pins) if pins else launch
+
+
+def _under_pins(imported: Imported, pins: Mapping[str, str]) -> Imported:
+    """The run with the versions that its files install, where its tool predicts it with these."""
+    own = imported.settings.get("libraries")
+    if not pins or own == ():
+        return imported
+    libraries = tuple(sorted({**dict(own or ()), **pins}.items()))
+    installs = ", ".join(map(" ".join, sorted(pins.items())))
+    return replace(
+        imported,
+        settings={**imported.settings, "libraries": libraries},
+        assumed=(f"installs {installs}, taken as --libraries", *imported.assumed),
+    )
 
 
 def _built_in(main: Source, tool: Tool, name: Any) -> Mapping[str, Any]:

@@ -96,6 +96,8 @@ class Launch:
         trainer: whose file the user says it is; empty is not said.
         libraries: versions that it runs with, which decide defaults.
         states_libraries: the user gives them.
+        pins: those that the files install; empty where the user states versions. A tool that has
+            another trainer in place of its own returns no `libraries` for them.
         tag: of the container's image that it runs in; empty where there is none.
         repeated: as of the command.
         deepspeed_configs, fsdp_configs: those of the tool.
@@ -111,6 +113,7 @@ class Launch:
     trainer: str = ""
     libraries: Libraries = Libraries()  # noqa: RUF009
     states_libraries: bool = False
+    pins: Mapping[str, str] = field(default_factory=dict)
     tag: str = ""
     repeated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

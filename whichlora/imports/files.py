@@ -14,6 +14,7 @@ from typing import Any, Literal
 from whichlora.config.document import parse_document, read_text
 from whichlora.errors import ConfigError
 from whichlora.imports.command import Command, Subcommands, is_script, only_command
+from whichlora.imports.pins import pins_of
 from whichlora.imports.python_calls import LOADS, settings_in
 from whichlora.units import MiB
 
@@ -32,6 +33,7 @@ class Source:
         values: its keys; empty for a command.
         is_code: whether they are of Python, which reads the command's options itself.
         places: key → path, line and column.
+        pins: library → version that it installs.
     """
 
     path: Path
@@ -40,6 +42,7 @@ class Source:
     places: Mapping[str, str] = field(default_factory=dict)
     command: Command | None = None
     is_code: bool = False
+    pins: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_source(path: Path, tools: Subcommands, options: Mapping[str, Any] | None = None) -> Source:
@@ -62,7 +65,7 @@ def read_source(path: Path, tools: Subcommands, options: Mapping[str, Any] | Non
         return _of_mapping(path, _json(path, text), {})
     if is_script(text, tools) and not _COMPOSE.search(text):
         command = only_command(path, text, tools)
-        return Source(path=path, kind="command", command=command)
+        return Source(path=path, kind="command", command=command, pins=pins_of(path, text))
     document = parse_document(path, text, example="base_model: Qwen/Qwen3-8B")
     faults = list(document.structure_problems(empty=False))
     if faults:
@@ -102,7 +105,8 @@ def _of_python(path: Path, text: str, options: Mapping[str, Any]) -> Source:
             "configuration or the command of the training, or its settings as options"
         )
     places = {name: f"{path}:{line}" for name, line in lines.items()}
-    return Source(path=path, kind="settings", values=values, places=places, is_code=True)
+    pins = pins_of(path, text)
+    return Source(path=path, kind="settings", values=values, places=places, is_code=True, pins=pins)
 
 
 def _json(path: Path, text: str) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def written_for(
 ) -> tuple[Launch, Mapping[str, str]]:
     """`launch` under the newest releases that take all arguments, and these; else empty.
 
-    Where the user states libraries, nothing changes, and a note says what they refuse.
+    Where the user states libraries, or the script installs those that refuse them, nothing
+    changes, and a note says what they refuse.
 
     Args:
         arguments: class of the training arguments; empty where it is not known.
@@ -96,8 +97,10 @@ def written_for(
         _Asked("trl", arguments, {n: last for n, last in of_config.items() if n in keys}),
         _Asked("transformers", _PLAIN, {n: last for n, last in _ARGUMENTS.items() if n in keys}),
     )
-    what = "; ".join(filter(None, (each.refusal(now) for each in asked)))
-    if not what or launch.states_libraries:
+    refusing = [each for each in asked if each.refusal(now)]
+    what = "; ".join(each.refusal(now) for each in refusing)
+    are_pinned = all(each.library in launch.pins for each in refusing)
+    if not what or launch.states_libraries or are_pinned:
         keys.assumed += [what] if what else []
         return launch, {}
     older = _releases(now, asked, uses_trl=trainer.library == LIBRARY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
@@ -15,6 +16,7 @@ from whichlora.imports.trainer import UNMODELLED
 from whichlora.imports.trl import COMPLETION
 from whichlora.spec.checkpoint import stored_quant
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, FOUR_BIT_BNB, RunConfig
+from whichlora.spec.versions import Libraries
 from whichlora.store.hub import load_model
 from whichlora.trainers import Trainer, get_trainer, unsloth, unsloth_grpo
 
@@ -41,7 +43,10 @@ _EMBEDDING_RATE = "embedding_learning_rate"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
-    trainer, quant = _trainer(keys), _quant(keys)
+    trainer, quant = _trainer(keys, launch), _quant(keys)
+    has_other = trainer is None and bool(launch.pins)  # Unsloth patches those that are installed
+    if has_other:
+        launch = replace(launch, libraries=Libraries())
     sees = _TOWER in keys or keys.word(_LOADS) in _SEEING  # which adapt all
     targets = _usual_targets(keys, sees=sees)
     adapter = python.adapter_settings(keys, _ADAPTS, quant, r=16, lora_alpha=16, targets=targets)
@@ -68,11 +73,12 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         plain = "base_dtype" not in settings and not settings.get("modules_to_save")
         if settings["precision"] == "bf16" and plain:
             settings["precision"] = "auto"  # it asks the GPU
-        return settings | python.steps_of(keys, python.called_trainer(keys))
+        settings |= python.steps_of(keys, python.called_trainer(keys))
+        return settings | {"libraries": ()} if has_other else settings
     return settings | _own_steps(keys, trainer, settings.get("seq_len", _USUAL_LENGTH))
 
 
-def _trainer(keys: Keys) -> Trainer | None:
+def _trainer(keys: Keys, launch: Launch) -> Trainer | None:
     """Unsloth's; None where TRL's is taken for it: of what its kernels are not predicted for."""
     called, what = keys.word("Trainer", "Trainer"), ""
     trainer = get_trainer(_OF_KERNELS.get(called, "unsloth"))
@@ -86,7 +92,9 @@ def _trainer(keys: Keys) -> Trainer | None:
         text = f"{what} with an engine inside it is not predicted"
         keys.refuse("trainer", "Trainer", text)
     if what:
-        keys.assume(_LOADS, f"{what}; assumed: TRL's trainer without its kernels, which takes more")
+        current = f" {Libraries().trl}" if launch.pins else ""
+        told = f"TRL{current}'s trainer without its kernels, which takes more"
+        keys.assume(_LOADS, f"{what}; assumed: {told}")
     return None if what else trainer
 
 

@@ -77,7 +77,7 @@ class Libraries:
     def __post_init__(self) -> None:
         for field in fields(self):
             version = getattr(self, field.name)
-            if not isinstance(version, str) or not _VERSION.fullmatch(version):
+            if not isinstance(version, str) or not is_version(version):
                 raise ConfigError(
                     f"libraries: {field.name}={version!r} is no version; give numbers and dots, "
                     f"such as {field.default}"
@@ -424,6 +424,11 @@ class Libraries:
 def changes_nothing(library: str) -> bool:
     """Whether it is a library of a training whose version no formula asks for."""
     return library.lower().replace("_", "-") in WITHOUT_FORMULA
+
+
+def is_version(text: str) -> bool:
+    """Whether `text` is a release as packages write it."""
+    return _VERSION.fullmatch(text) is not None
 
 
 @cache
