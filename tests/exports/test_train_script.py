@@ -232,6 +232,7 @@ def test_rows_are_joined_only_where_the_prediction_had_no_padding() -> None:
             "prepare_kbit: True, but trainer dpo does not prepare a quantised base",
         ),
         (PAIRS | {"trainer": "grpo", "batch_size": 8}, "the trainer takes prompts: prompt; give"),
+        ({"trainer": "unsloth", "method": "qlora"}, "trainer unsloth, whose steps are unsloth"),
     ],
 )
 def test_a_run_that_no_script_can_perform_is_refused(

@@ -254,6 +254,7 @@ TRAINER = replace(
     summary="Unsloth's FastLanguageModel with its kernels, under TRL's SFTTrainer",
     steps="whichlora.tracer.like_unsloth:measure_unsloth",
     library_class="unsloth.FastLanguageModel",
+    config_class="",  # its class loads a model and trains nothing: `--to unsloth` writes a script
     makes_adapters=False,
     options=(CHECKPOINTING, OFFLOADED_EMBEDDING, WHOLE_LOGITS, EMBEDDING_RATE),
     loss_heads=("unsloth-fused",),

@@ -171,7 +171,6 @@ TRAINER = replace(
     also_called={"UnslothGRPOTrainer": ""},
     summary="Unsloth under TRL's GRPOTrainer, with or without a vLLM that shares its weights",
     library_class="unsloth.UnslothGRPOTrainer",
-    config_class="",  # no script here loads its model
     learning_rate=grpo.TRAINER.learning_rate,
     rate_source=grpo.TRAINER.rate_source,
     length_argument="",
