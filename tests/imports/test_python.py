@@ -921,3 +921,10 @@ Trainer(model=model, args=TrainingArguments("x"))
     assert read.settings["parallel"] == parallel
     assert any(said in line for line in read.assumed)
     assert bool(said) == any("from_pretrained.device_map" in line for line in read.assumed)
+
+
+def test_keys_without_effect_are_told_where_there_are_some(tmp_path: Path) -> None:
+    trains = f'model = AutoModelForCausalLM.from_pretrained("{MODEL}")\nSFTTrainer(model{{}})'
+    assert imported(tmp_path, trains.format("")).notes[-1].endswith(": read as python")
+    told = imported(tmp_path, trains.format(', args=SFTConfig("o", logging_steps=1)')).notes[-1]
+    assert told.endswith("read as python; 1 key without effect on memory and time of a step")

@@ -77,11 +77,11 @@ class Imported:
     def notes(self) -> tuple[str, ...]:
         """Notes for the user: unknown keys, assumptions, and whose file it is."""
         unknown = [f"unknown keys, not used: {', '.join(self.unknown)}"] if self.unknown else []
-        return (
-            *(f"{self.path}: {text}" for text in (*unknown, *self.assumed)),
-            f"{self.path}: {READ_AS} {self.tool}; {counted(len(self.without_effect), 'key')} "
-            "without effect on memory and time of a step",
-        )
+        read = f"{READ_AS} {self.tool}"
+        if self.without_effect:
+            keys = counted(len(self.without_effect), "key")
+            read += f"; {keys} without effect on memory and time of a step"
+        return tuple(f"{self.path}: {text}" for text in (*unknown, *self.assumed, read))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
