@@ -172,6 +172,17 @@ def test_a_length_that_is_stated_makes_answers_faster_and_prompts_no_faster() ->
     assert four[2] > two[2] > plain.output_tokens_per_s
 
 
+@pytest.mark.parametrize(("how", "is_counted"), [(MTP, True), (NGRAM, False), ("", False)])
+def test_a_model_says_that_its_draft_layer_is_not_counted_where_that_is_so(
+    how: str, is_counted: bool
+) -> None:
+    run = run_of(QWEN, **({"speculative_config": how} if how else {}))
+    device = find_target(H200)
+    notes = predict(load_model(QWEN), run, device, load_calibration(device)).notes
+    assert (drafts.NOTE in notes) is is_counted
+    assert any("not built and not counted" in note for note in notes) is not is_counted
+
+
 def test_copies_of_texts_take_no_layer() -> None:
     model, options = load_model(LLAMA), {"acceptance_length": 1.5, "speculative_config": NGRAM}
     plain, copied = answer(model, run_of(LLAMA)), answer(model, run_of(LLAMA, **options))

@@ -25,6 +25,7 @@ from whichlora.predict.rank_time import RanksJudgement, RanksWork, link_notes, l
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.predict.serving import serving_notes, serving_prediction
 from whichlora.predict.several_gpus import several_gpus
+from whichlora.serving.drafts import NOTE, beside_drafts
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import (
@@ -288,11 +289,12 @@ def _notes(judged: JudgedRun) -> tuple[str, ...]:
     of_engine: tuple[str, ...] = ()
     if service and serving:
         of_engine = serving_notes(job, service.start, serving, judged.calibration)
+    of_run = notes_on(job)
     return (
         *([of_host] if of_host else ()),
         *([judged.engine_fault] if judged.engine_fault else ()),
         *of_engine,
-        *notes_on(job),
+        *(beside_drafts(of_run, job.model) if NOTE in of_engine else of_run),
         *(host_notes(job, timed.pass_parts) if timed and judged.time.is_known else ()),
         *(_compute_dtype_note(judged) if timed and judged.time.is_known else ()),
         *(job.layout.notes(training_step(job)) if job.layout else ()),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ UNTIMED = (
 )
 
 NOTE = "what drafts is loaded by the engine, and counted here beside the model's parameters"
+_UNCOUNTED = re.compile("multi-token-prediction.* not counted")  # of the model without an engine
 STATES_READ = 3  # of the model's layers, by a drafter of EAGLE-3; models/llama_eagle3.py:207
 
 
@@ -193,6 +195,13 @@ def drafting_model(served: Served, drafts: Drafts) -> ModelSpec | None:
     elif drafts.by == "eagle":
         drafter = replace(drafter, head=model.head)
     return drafter if stored_quant(drafter.config) else drafter.with_layers(_wide)
+
+
+def beside_drafts(notes: Sequence[str], model: ModelSpec) -> tuple[str, ...]:
+    """`notes` on `model` that hold where `NOTE` does: its own layer that drafts is counted then."""
+    if model.drafter is not None:
+        return tuple(notes)
+    return tuple(note for note in notes if not _UNCOUNTED.search(note))
 
 
 def with_drafts(served: Served, drafts: Drafts | None) -> Served:
