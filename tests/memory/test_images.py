@@ -194,6 +194,27 @@ def test_a_tower_that_is_not_checkpointed_keeps_all_and_joins_states_of_blocks()
     assert tower.forward.num_patches == 2 * 4 * 1032
 
 
+@pytest.mark.parametrize(
+    ("model_type", "release", "is_remade"),
+    [
+        ("mllama", "4.54.1", True),
+        ("mllama", "4.55.0", False),
+        ("qwen2_vl", "4.46.3", False),
+        ("qwen2_vl", "4.47.1", True),
+    ],
+)
+def test_whether_a_tower_is_checkpointed_is_a_matter_of_the_release(
+    model_type: str, release: str, is_remade: bool
+) -> None:
+    libraries = (("transformers", release),)
+    run = RunConfig(model="m", images=1, use_reentrant=False, libraries=libraries)
+    line = {"type": model_type, "layers": 5, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+    step = training_step(image_traces.job_of(line))
+    assert step.run.gradient_checkpointing
+    assert step.model.tower is not None
+    assert TowerStep.of(step, step.model.tower).run.gradient_checkpointing is is_remade
+
+
 def test_a_caller_who_holds_the_outputs_holds_all_keys_that_they_cache() -> None:
     settings = {"gradient_checkpointing": False, "precision": "bf16-pure", "trainer": "loop"}
     step, _ = attending(**settings)

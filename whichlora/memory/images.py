@@ -78,7 +78,8 @@ class TowerStep(TrainingStep):
             num_images=step.batch_size * tower.inputs(step.run.images, step.run.audios),
             r=step.r,
         )
-        checkpointed = bool(step.run.gradient_checkpointing) and tower.checkpointed
+        remakes = step.run.versions.value_of("transformers", tower.checkpointed)
+        checkpointed = bool(step.run.gradient_checkpointing) and remakes
         return cls(
             **{name: getattr(step, name) for name in ("method", "gpu", "trainer", "r")},
             run=replace(step.run, gradient_checkpointing=checkpointed),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from whichlora.spec.layer import Linear, Norm
+from whichlora.spec.versions import ByRelease
 
 if TYPE_CHECKING:
     from whichlora.spec.architecture import ModelSpec
@@ -129,7 +130,8 @@ class Tower:
             where the embedding is quantised: with it all of the tower's stream (Gemma 4).
         names_embedded: the tower's forward names the embedded patches until it returns.
         strips: vectors of padding are left out before the last matrix.
-        checkpointed: checkpointing makes its blocks again in the backward, as it does layers.
+        checkpointed: by release of transformers, whether checkpointing makes its blocks again in
+            the backward, as it does layers.
         names_blocks: the tower's forward names what all of its blocks returned, and their mask,
             until it returns; num_joined: how many of these states are joined with the last one.
         inner_norms: between blocks.
@@ -180,7 +182,7 @@ class Tower:
     rescales_pixels: bool = False
     names_embedded: bool = False
     strips: bool = False
-    checkpointed: bool = True
+    checkpointed: ByRelease[bool] = (("0", True),)
     names_blocks: bool = False
     num_joined: int = 0
     inner_norms: tuple[Norm, ...] = ()

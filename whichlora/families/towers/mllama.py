@@ -151,7 +151,8 @@ def mllama(vision: Fields, text: Fields) -> Tower:
         inner_norms=(after,),
         stacks_rows=True,
         attended=True,
-        checkpointed=False,
+        # `MllamaVisionEncoder.forward` of 4.46 to 4.54 does, that of 4.55 calls its layers alone
+        checkpointed=(("0", True), ("4.55", False)),
         names_blocks=True,
         num_joined=num_joined,
         holds_narrow=False,

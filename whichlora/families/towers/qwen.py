@@ -116,6 +116,7 @@ def qwen2(vision: Fields, text: Fields) -> Tower:
         names=("fc1", "fc2"),
     )
     return Tower(
+        checkpointed=(("0", False), ("4.47", True)),  # read: the forward of 4.46.3 and 4.47.1
         stack=stack(
             vision,
             (LayerGroup(layer=layer, count=vision.layers("depth"), stack="encoder"),),
