@@ -80,6 +80,10 @@ LLAMA = "CUDA_VISIBLE_DEVICES=0 ./build/bin/llama-server -m ./m/Qwen3-14B-Q4_K_M
             {"serving": "sglang", "context": 16_000},
         ),
         (
+            f"docker run --rm --ipc=host -e NCCL_DEBUG=INFO registry:5000/sglang:v0 {SGLANG}",
+            {"serving": "sglang", "context": 16_000},
+        ),
+        (
             DOCKER,
             {
                 "model": "Qwen/Qwen3-4B",
@@ -134,6 +138,24 @@ def test_what_the_command_leaves_open_and_what_has_no_say_is_told(tmp_path: Path
     assert served.epochs is None
     (note,) = read(tmp_path, "llama-server -hf ggml-org/gpt-oss-20b-GGUF\n").assumed
     assert note.startswith("c: is not stated, and as many tokens as fit are taken; assumed: those")
+
+
+def test_a_context_of_0_is_stated_and_as_long_as_fits(tmp_path: Path) -> None:
+    served = read(tmp_path, "llama-server -hf ggml-org/gpt-oss-20b-GGUF --ctx-size 0\n")
+    assert "context" not in served.settings
+    assert served.assumed[0].startswith("ctx_size: is 0, and as many tokens as fit are taken;")
+
+
+def test_flags_that_only_the_host_hears_are_known(tmp_path: Path) -> None:
+    first = "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5000"
+    assert read(tmp_path, f"{SGLANG.strip()} {first}\n").unknown == ()
+    text = "llama-cli -m ./Qwen3-14B-Q4_K_M.gguf -c 8192 -no-cnv --prio 2 --prompt Hello\n"
+    assert read(tmp_path, text).unknown == ()
+
+
+def test_a_container_of_ones_own_without_a_known_program_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no command that trains or serves"):
+        read(tmp_path, "docker run --name vllm registry:5000/mine:v0 ./start.sh --port 8000\n")
 
 
 def test_what_is_not_predicted_is_left_out_or_refused(tmp_path: Path) -> None:

@@ -322,23 +322,21 @@ def _command(
 def _in_container(
     words: Sequence[str], environment: Mapping[str, str], tools: Subcommands
 ) -> Command | None:
-    """What a container of a known image starts: its own program, or the command behind the image.
+    """What a container starts: the program of a known image, or the command behind the image.
 
-    Variables that it sets with -e are the program's.
+    Variables that it sets with -e are the program's. The tag of an image of one's own says nothing.
     """
     for place, word in enumerate(words):
         image, _, tag = word.partition("@")[0].partition(":")
         name = next((each for each in tools if "/" in each and image.endswith(each)), "")
-        if not name:
+        arguments = list(words[place + 1 :])
+        has_command = bool(arguments) and _starts(arguments[0], tools)
+        if not name and not (has_command and not _FLAG.match(word) and place):
             continue
         sets = [words[i + 1] for i, flag in enumerate(words[:place]) if flag in ("-e", "--env")]
         inside = dict(environment) | dict(each.split("=", 1) for each in sets if "=" in each)
-        arguments = list(words[place + 1 :])
-        if arguments and not _FLAG.match(arguments[0]) and _starts(arguments[0], tools):
-            command = _command(arguments, inside, tools)
-        else:
-            command = _command([name, *arguments], inside, tools)
-        return None if command is None else replace(command, tag=tag)
+        command = _command(arguments if has_command else [name, *arguments], inside, tools)
+        return None if command is None else replace(command, tag=tag if name else "")
     return None
 
 

@@ -179,17 +179,19 @@ def _own_context(
 ) -> dict[str, Any]:
     """The most tokens of a sequence that the engine takes where the command does not say."""
     flags = [name for name, setting in engine.elsewhere.items() if setting == "context"]
+    stated = next((name for name in flags if name in keys), "")
+    why = f"is {keys.raw(stated)}" if stated else "is not stated"
     if engine.own_context is None:
         keys.assume(
-            flags[0],
-            "is not stated, and as many tokens as fit are taken; assumed: those of --prompt-len "
-            "and --max-new-tokens; --context max says how many fit",
+            stated or flags[0],
+            f"{why}, and as many tokens as fit are taken; assumed: those of --prompt-len and "
+            "--max-new-tokens; --context max says how many fit",
         )
         return {}
     context = engine.own_context(model, libraries)
     if context is None:
         return {}
-    keys.assume(flags[0], f"is not stated; assumed: {context}, as of the model")
+    keys.assume(stated or flags[0], f"{why}; assumed: {context}, as of the model")
     return {"context": context}
 
 

@@ -810,7 +810,8 @@ ENGINE = Engine(
     elsewhere=dict.fromkeys(("c", "ctx_size", "num_ctx", "OLLAMA_CONTEXT_LENGTH"), "context"),
     refused=OF_A_SERVER
     | dict.fromkeys(("m", "model", "hf", "hf_repo", "alias", "jinja", "temp"), NO_NUMBER)
-    | dict.fromkeys(("t", "threads", "mlock"), NO_NUMBER)
+    | dict.fromkeys(("t", "threads", "mlock", "prio", "a", "reasoning_format"), NO_NUMBER)
+    | dict.fromkeys(("p", "prompt", "cnv", "no_cnv", "conversation", "color"), NO_NUMBER)
     | dict.fromkeys(("md", "model_draft"), DRAFT)
     | dict.fromkeys(("mmproj", "mm"), IMAGES),
     set_aside=frozenset(("mmproj", "mm")),

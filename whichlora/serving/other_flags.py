@@ -68,8 +68,9 @@ OF_VLLM = dict.fromkeys(
 OF_SGLANG = dict.fromkeys(
     (
         *("attention_backend", "decode_attention_backend", "disable_custom_all_reduce"),
-        *("disable_shared_experts_fusion", "enable_cache_report", "enable_metrics"),
-        *("enable_p2p_check", "fp4_gemm_backend", "fp8_gemm_backend", "grammar_backend"),
+        *("disable_shared_experts_fusion", "dist_init_addr", "enable_cache_report"),
+        *("enable_metrics", "node_rank", "nccl_init_addr", "enable_p2p_check"),
+        *("fp4_gemm_backend", "fp8_gemm_backend", "grammar_backend"),
         *("load_format", "mamba_backend", "mm_attention_backend", "moe_runner_backend"),
         *("prefill_attention_backend", "random_seed", "revision", "sampling_backend"),
         *("schedule_conservativeness", "schedule_policy", "stream_interval", "watchdog_timeout"),
