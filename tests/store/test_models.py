@@ -284,6 +284,12 @@ def test_a_name_of_many_models_lists_eight(monkeypatch: pytest.MonkeyPatch) -> N
             "gguf Q5_K_M",
         ),
         ("Mistral-7B-Instruct-v0.2-GGUF", "mistralai/Mistral-7B-Instruct-v0.2", "gguf"),
+        (
+            "/data/DeepSeek-R1-UD-IQ1_S-00001-of-00003.gguf",
+            "deepseek-ai/DeepSeek-R1",
+            "gguf UD-IQ1_S",
+        ),
+        ("gpt-oss-120b-mxfp4-00001-of-00003.gguf", "openai/gpt-oss-120b", "gguf MXFP4_MOE"),
     ],
 )
 def test_a_quantised_copy_has_the_shapes_of_its_base(typed: str, base: str, stored: str) -> None:

@@ -177,6 +177,10 @@ _OF_A_COPY = re.compile(
     rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static|quantized|ud|{'|'.join(PLAIN_WORDS)}"
 )
 
+# One of the files that a large one is cut into. Source: llama.cpp 0c1e570 src/llama.cpp,
+# `llama_split_path`.
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+
 
 def quantised(name: str, owner: str = "") -> tuple[StoredForm, str] | None:
     """How a quantised copy is stored, and its name without what says so; None for another model.
@@ -184,7 +188,8 @@ def quantised(name: str, owner: str = "") -> tuple[StoredForm, str] | None:
     Args:
         owner: who uploaded it, where the name says so.
     """
-    parts = re.split(r"[-:/\s]+|\.(?=gg|i?q\d|w[48]a)|_(?=gptq|awq|gguf|bnb)", name.lower())
+    whole = _PART.sub("", name.lower())
+    parts = re.split(r"[-:/\s]+|\.(?=gg|i?q\d|w[48]a)|_(?=gptq|awq|gguf|bnb)", whole)
     marks = [part for part in parts if any(pattern.fullmatch(part) for pattern, _ in _QUANTISED)]
     for pattern, form in _QUANTISED:
         first = [mark for mark in marks if pattern.fullmatch(mark)]
