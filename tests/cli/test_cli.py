@@ -718,6 +718,19 @@ def test_help_shows_an_example_that_can_be_copied(command: str) -> None:
     assert example.startswith(f"    whichlora {command}")
 
 
+def test_an_old_trl_alone_is_told_to_stand_beside_todays_transformers() -> None:
+    def notes(libraries: str) -> str:
+        result = whichlora("estimate", MODEL, "--gpu", "24GB", "--libraries", libraries)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    assert "note: libraries: trl 0.17.0 is of 2025-05, beside transformers 4.51.3;" in notes(
+        "trl=0.17.0"
+    )
+    assert "is of 2025-05" not in notes("trl=0.17.0,transformers=4.51.3")
+    assert "libraries: trl" not in notes("trl=1.9.0")
+
+
 @pytest.mark.parametrize("value", ["nan", "0", "-1", "inf", "1e4", "x"])
 @pytest.mark.parametrize(
     "command",

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from whichlora.errors import ConfigError
-from whichlora.spec.releases import LIBRARIES, by_month, installed_in, is_date
+from whichlora.spec.releases import LIBRARIES, by_month, installed_in, is_date, month_of
 from whichlora.spec.versions import Libraries, release_numbers
 
 
@@ -36,3 +36,9 @@ def test_dates_are_told_from_versions_and_others_are_refused() -> None:
     assert not any(map(is_date, ("2024-13", "transformers=4.40", "2024.05")))
     with pytest.raises(ConfigError, match="libraries: 2019-05: releases are known from 2023-02"):
         installed_in("2019-05")
+
+
+def test_a_release_is_of_the_last_month_in_which_it_was_the_newest() -> None:
+    assert month_of("transformers", "4.57.3") == "2026-01"
+    assert month_of("trl", "0.17.0") == "2025-05"
+    assert month_of("trl", "0.17.9") == ""

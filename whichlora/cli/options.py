@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,9 +15,10 @@ import click
 from whichlora.errors import ConfigError
 from whichlora.spec.options import OptionValue, written
 from whichlora.spec.parallel import MOST_GPUS
-from whichlora.spec.releases import installed_in, is_date
+from whichlora.spec.releases import installed_in, is_date, month_of
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import image_sides
+from whichlora.spec.versions import Libraries, release_numbers
 from whichlora.spec.words import MAX, unknown
 from whichlora.text import visible
 from whichlora.units import parse_tokens
@@ -249,10 +250,24 @@ def versions(ctx: click.Context, param: click.Parameter, value: str) -> tuple[An
         installed = installed_in(date)
         said.append(f"libraries: {date}: {', '.join(map(' '.join, installed.items()))}")
         stated |= installed
-    ctx.meta[DATES] = said
     for library, _, version in (word.partition("=") for word in words if word not in dates):
         stated[library.strip()] = version.lstrip("=").strip()  # "==" is how pip writes it
+    ctx.meta[DATES] = [*said, *_beside_todays(stated)]
     return tuple(sorted(stated.items()))
+
+
+def _beside_todays(stated: Mapping[str, str]) -> list[str]:
+    """A note where a TRL of its days would run beside a transformers of today."""
+    month = month_of("trl", stated.get("trl", ""))
+    if not month or "transformers" in stated:
+        return []
+    then = installed_in(month)["transformers"]
+    if release_numbers(then)[:1] == release_numbers(Libraries().transformers)[:1]:
+        return []
+    return [
+        f"libraries: trl {stated['trl']} is of {month}, beside transformers {then}; the others are "
+        f"taken as of today: --libraries {month} takes all as of then"
+    ]
 
 
 def image_size(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:

@@ -89,6 +89,16 @@ def installed_in(date: str) -> dict[str, str]:
     return {**table[f"{year}-{month}"], "unsloth": "{}.{}".format(*before)}
 
 
+def month_of(library: str, version: str) -> str:
+    """The last month on whose first day `version` was the newest; empty where the table lacks it.
+
+    Kind: exact. Source: PyPI, as of the table.
+    """
+    return next(
+        (month for month in reversed(by_month()) if by_month()[month].get(library) == version), ""
+    )
+
+
 @cache
 def by_month() -> dict[str, dict[str, str]]:
     """The table: months, oldest first, with the versions of LIBRARIES."""
