@@ -61,9 +61,10 @@ def test_a_row_holds_no_larger_image_than_its_length(tmp_path: Path) -> None:
     assert "the largest that 1,024 tokens hold" in found.notes[0]
 
 
-def test_images_that_can_not_be_counted_leave_no_plain_yes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", [4, 1])  # of which one has ZeRO's buffers, too
+def test_images_that_can_not_be_counted_leave_no_plain_yes(tmp_path: Path, gpus: int) -> None:
     text = LLAMAFACTORY + "deepspeed: ds_z3_config.json\n"
-    found = predicted(tmp_path, text, gpus=4)
+    found = predicted(tmp_path, text, gpus=gpus)
     assert found.run.images == 0
     assert found.verdict == "undecided"
     assert "no image is counted, so that it may need more" in found.notes[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports import Imported
+from whichlora.imports.spread import runs_alone
 from whichlora.memory.towers import grid_of
 from whichlora.parallel import get_strategy
 from whichlora.predict.images import with_images
@@ -69,7 +70,9 @@ def leaves_images_out(
 def _check_strategy(settings: Mapping[str, list[Any]]) -> None:
     """Raises: ConfigError: images are not predicted for the way that the model is divided."""
     name, numbers = settings.get("parallel", [None])[0], settings.get("gpus", [None])
-    if name is not None and numbers != [1] and not get_strategy(name).takes_images:
+    if name is None or get_strategy(name).takes_images:
+        return
+    if numbers != [1] or runs_alone(name):
         raise ConfigError(f"images are not predicted for parallel {name}")
 
 
