@@ -49,6 +49,7 @@ WITHOUT_EFFECT = (
     *("resume_from_checkpoint", "full_determinism", "seed", "data_seed", "dataloader_*"),
     *("remove_unused_columns", "label_names", "train_sampling_strategy", "group_by_length"),
     *("length_column_name", "ddp_*", "debug", "skip_memory_metrics", "do_*", "local_rank"),
+    "fsdp_transformer_layer_cls_to_wrap",  # of transformers 4
     *("enable_jit_checkpoint", "average_tokens_across_devices", "trust_remote_code", "env"),
     *("dataset_*", "datasets", "streaming", "model_revision", "cache_dir", "tokenizer_*"),
     *("preprocessing_num_workers", "overwrite_cache", "max_train_samples", "max_eval_samples"),

@@ -355,7 +355,10 @@ def _check_offload(step: TrainingStep, spread: Spread) -> None:
             "use sync_each_batch false, or fsdp_version 2"
         )
     if mixed_precision(step, spread) == "fp16":
-        raise ConfigError("offload: fp16 gradients on the host are not modelled; use bf16")
+        raise ConfigError(
+            "offload: fp16 gradients on the host are not modelled; use precision bf16, which takes "
+            "as many bytes"
+        )
     if step.run.optimizer not in _ON_HOST:
         raise ConfigError(
             f"offload: optimizer {step.run.optimizer} has no kernels for the host; use "
