@@ -22,7 +22,7 @@ from whichlora.serving.gguf_architectures import (
     architecture_of,
     known_architecture,
 )
-from whichlora.serving.llama_cpp_memory import cache_bytes, cells_kept, placement
+from whichlora.serving.llama_cpp_memory import cache_bytes, cache_types, cells_kept, placement
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
@@ -126,12 +126,13 @@ def test_latents_are_cached_once_and_not_for_every_head() -> None:
     assert {"attn_k_b", "attn_v_b"} <= names
 
 
-def test_keys_and_values_of_latents_have_one_type() -> None:
-    message = "cache_type_k: values of deepseek-ai/DeepSeek-V2-Lite are a part of its cached keys"
-    with pytest.raises(ConfigError, match=message):
-        served("deepseek-ai/DeepSeek-V2-Lite", cache_type_k="q8_0")
-    both = served("deepseek-ai/DeepSeek-V2-Lite", cache_type_k="q8_0", cache_type_v="q8_0")
-    assert both.options["cache_type_k"] == "q8_0"
+def test_values_of_latents_have_the_type_of_the_keys_that_they_are_a_part_of() -> None:
+    name = "deepseek-ai/DeepSeek-V2-Lite"
+    both = served(name, cache_type_k="q8_0", cache_type_v="q8_0")
+    assert cache_types(served(name, cache_type_k="q8_0")) == cache_types(both) == ("Q8_0", "Q8_0")
+    assert cache_types(served(name, cache_type_v="q8_0")) == ("F16", "F16")
+    with pytest.raises(ConfigError, match="cache_type_v: q8_0 needs flash attention"):
+        served(name, cache_type_k="q8_0", flash_attn="off")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ from whichlora.serving.llama_cpp_memory import (
     slots,
     taken,
     token_bytes,
-    token_widths,
     uses_flash,
 )
 from whichlora.serving.llama_cpp_overrides import OVERRIDES
@@ -291,7 +290,7 @@ def stepping(served: Served) -> Stepping:
     Source: llama.cpp 0c1e570 tools/server/server-context.cpp `update_slots`.
     """
     in_blocks = file_type(served) not in UNQUANTISED
-    keys, values = (str(served.options[name]).upper() for name in ("cache_type_k", "cache_type_v"))
+    keys, values = cache_types(served)
     in_block = 256
     cached = (row_bytes(in_block, keys) + row_bytes(in_block, values)) / (2 * in_block)
     batch = served.count("batch_size") or 2048
@@ -415,16 +414,10 @@ def check(served: Served) -> None:
             f"serving: n_cpu_moe and cpu_moe move experts, and {model.name} has none; give "
             "fewer n_gpu_layers"
         )
-    if not token_widths(model)[1] and len(set(cache_types(served))) > 1:
+    values = cache_types(served)[1].lower()
+    if not uses_flash(served) and values not in WIDE:
         raise ConfigError(
-            f"cache_type_k: values of {model.name} are a part of its cached keys, got "
-            f"{served.options['cache_type_k']} and cache_type_v {served.options['cache_type_v']}; "
-            "give both the same type"
-        )
-    if not uses_flash(served) and str(served.options["cache_type_v"]) not in WIDE:
-        raise ConfigError(
-            f"cache_type_v: {served.options['cache_type_v']} needs flash attention; leave "
-            "flash_attn out, or use f16"
+            f"cache_type_v: {values} needs flash attention; leave flash_attn out, or use f16"
         )
     if slots(served) > MOST_SLOTS:
         raise ConfigError(

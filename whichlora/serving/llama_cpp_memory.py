@@ -129,8 +129,12 @@ def cache_bytes(served: Served, kept: Cache) -> list[int]:
 
 
 def cache_types(served: Served) -> tuple[str, str]:
-    """Of keys and values."""
-    return str(served.options["cache_type_k"]).upper(), str(served.options["cache_type_v"]).upper()
+    """Of keys and values: values that are a part of the cached keys have no tensor of their own.
+
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-kv-cache.cpp, `has_v = !is_mla`.
+    """
+    keys, values = (str(served.options[name]).upper() for name in ("cache_type_k", "cache_type_v"))
+    return keys, values if token_widths(served.model)[1] else keys
 
 
 @lru_cache(maxsize=256)
@@ -314,7 +318,7 @@ def _has_states(model: ModelSpec) -> bool:
 
 def _batch(served: Served, placed: Placement, kept: Cache, device: int, *, is_plan: bool) -> Batch:
     """What a graph is reserved for on `device`; a row of logits for each slot."""
-    keys, values = (str(served.options[name]) for name in ("cache_type_k", "cache_type_v"))
+    keys, values = (each.lower() for each in cache_types(served))
     windows = _windows(served.model)
     tokens = micro_batch(served, sum(cells for _, cells in kept.cells[:1]) * kept.streams)
     batch = Batch(
@@ -326,7 +330,7 @@ def _batch(served: Served, placed: Placement, kept: Cache, device: int, *, is_pl
         widened_keys=kept.streams if keys != "f16" else 0,
         widened_values=kept.streams if values != "f16" else 0,
         rotates_keys=keys not in WIDE,
-        rotates_values=values not in WIDE,
+        rotates_values=str(served.options["cache_type_v"]) not in WIDE,
     )
     if served.gpu.is_cpu:
         return replace(batch, alignment=32, widened_keys=0, widened_values=0)
