@@ -45,8 +45,6 @@ RECORDS = Path(__file__).parent / "llama_cpp_gpus.csv"
 MODELS = RECORDS.with_name("llama_cpp_model_speeds.csv")
 HOSTS = RECORDS.with_name("llama_cpp_host_speeds.csv")
 PROMPTS = RECORDS.with_name("llama_cpp_cpu_prompts.csv")
-METAL = RECORDS.with_name("llama_cpp_metal_speeds.csv")
-METAL_FITTED = "2025 and 2026"
 ANY_PROCESSOR = "cpu-2048gb"
 MACHINES = LinkFiles((RECORDS.parent.parent / "calibration",))
 FITTED = "scoreboard"
@@ -232,27 +230,6 @@ def _share(case: Speed, kernel_s: float, reads: float) -> float:
     rest = case.predicted_s(_with(timer, kernel_s=kernel_s, reads=reads, rate=math.inf))
     flops = case.predicted_s(_with(timer, kernel_s=kernel_s, reads=reads, rate=1.0)) - rest
     return flops / (case.seconds - rest) / product_rate(gpu, "fp32") / sustained_factor(gpu, "bf16")
-
-
-def fitted_metal() -> tuple[float, float, float]:
-    """Of Apple's GPUs: a share of the bandwidth, a kernel's seconds, a share of the fp32 peak.
-
-    Those with the least squares of logs while decoding one matrix after the other; of prompts the
-    geometric mean.
-    """
-    cases = [each for each in speeds(METAL) if each.group == METAL_FITTED]
-    decoding = [each for each in cases if each.kind == "decode"]
-    best = (math.inf, 0.0, 0.0)
-    for reads, kernel_us in product(np.arange(0.7, 1.0, 0.02), np.arange(4, 20)):
-        own = {"reads": float(reads), "kernel_s": 1e-6 * float(kernel_us)}
-        squares = [
-            math.log(each.predicted_s(_with(each.timer(), **own)) / each.seconds) ** 2
-            for each in decoding
-        ]
-        best = min(best, (float(np.mean(squares)), own["reads"], own["kernel_s"]))
-    _, reads, kernel_s = best
-    shares = [_share(each, kernel_s, reads) for each in cases if each.kind == "prompt"]
-    return reads, kernel_s, float(np.exp(np.mean(np.log(shares))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -522,38 +499,7 @@ def processor_document() -> str:
     )
 
 
-def metal_document() -> str:
-    """Of Apple's GPUs."""
-    errors: dict[tuple[str, str, str], list[float]] = {}
-    cards: dict[tuple[str, str, str], set[str]] = {}
-    inside, cases = 0, speeds(METAL)
-    for case in cases:
-        timer = case.timer()
-        key = case.group, case.kind, _files(case)
-        error = case.seconds / case.predicted_s(timer)
-        errors.setdefault(key, []).append(error - 1)
-        cards.setdefault(key, set()).add(case.gpu)
-        inside += abs(math.log(error)) <= TWO_SIDED_Z[TIME_CONFIDENCE] * timer.deviation
-    rows = [(*key, len(cards[key]), *summary(each).cells()) for key, each in errors.items()]
-    return "\n\n".join(
-        (
-            "## Apple's GPUs",
-            "Published speeds, with the source of each in `benchmarks/llama_cpp_metal_speeds.csv`. "
-            f"Those of {METAL_FITTED}, in blocks, give the constants, but for experts and a model "
-            f"of 405B. {inside} of {len(cases)} lie inside the interval "
-            f"({TIME_CONFIDENCE:.0%}).".replace("%", " %"),
-            "Misses. An M1 Max was 50 to 80 % slower in May 2024, and 17 % in 2026. On an M3 Ultra "
-            "a model of 405B and gpt-oss-20b are 38 and 21 % slower than we say.",
-            markdown_table(
-                ("published in", "step", "weights", "chips", "n", "median", "p90", "worst"),
-                rows,
-                first_figure=3,
-            ),
-        )
-    )
-
-
-def host_rows(cases: Sequence[Speed]) -> tuple[list[tuple[object, ...]], int, int]:
+def host_rows(cases: Sequence[Speed]) -> tuple[list[tuple[str | int, ...]], int, int]:
     """Rows of a table by group; how many of how many lie inside the interval."""
     errors: dict[tuple[str, str], list[float]] = {}
     hosts: dict[tuple[str, str], set[str]] = {}
@@ -586,12 +532,9 @@ def main() -> None:
         print(fitted([speed for speed in speeds() if speed.group == FITTED]))
         print(fitted_hosts(speeds(HOSTS)))
         print(fitted_prompts())
-        print(fitted_metal())
         return
     gpus = document([*compared(), *left_out()])
-    text = "\n\n".join(
-        (gpus, model_document(), host_document(), processor_document(), metal_document())
-    )
+    text = "\n\n".join((gpus, model_document(), host_document(), processor_document()))
     print(text)
     if asked.write:
         write_page("llama_cpp_gpus", "Speed of llama.cpp on GPUs", text)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import LoggedTimes
 from whichlora.serving.cpu_timer import CpuTimer, cpu_timer
-from whichlora.serving.llama_cpp import ENGINE, stepping
+from whichlora.serving.llama_cpp import logged_timer, stepping
 from whichlora.serving.step_time import PARTS, Step
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
 RUN = RunConfig(
@@ -101,4 +102,5 @@ def test_logs_of_other_files_do_not_tell() -> None:
 
 
 def test_a_gpu_is_not_timed_by_logs() -> None:
-    assert ENGINE.logged_kinds == ("cpu",)
+    served = resolve(load_model(RUN.model), RUN, find_gpu("rtx-4090-24gb")).served
+    assert logged_timer(served, [LOG]) is None

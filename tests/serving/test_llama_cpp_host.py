@@ -146,24 +146,3 @@ def test_a_host_that_shares_the_memory_of_its_gpu_reads_that_and_frees_nothing()
     assert any("a part on the host frees nothing" in note for note in prediction.notes)
     usual = time_of(predicted("gb10", n_gpu_layers=40, host_bandwidth="ddr5-5600"))
     assert time_of(predicted("gb10")).tpot_s < time_of(prediction).tpot_s < usual.tpot_s
-
-
-def test_a_mac_is_timed_whole_and_with_layers_on_its_processor() -> None:
-    whole = predicted("m2-ultra-128gb")
-    assert any("what Metal recommends" in note for note in whole.notes)
-    assert not any("MPSGraph" in note for note in whole.notes)
-    assert 10 < 1 / time_of(whole).tpot_s < 15  # 12.13 are published
-    part = predicted("m2-ultra-128gb", n_gpu_layers=40)
-    assert any("of a host whose memory has 800 GB/s" in note for note in part.notes)
-    assert time_of(part).tpot_s > time_of(whole).tpot_s
-
-
-def test_a_mac_has_one_gpu() -> None:
-    with pytest.raises(ConfigError, match="a CPU and a Mac have no other GPUs, got 2; use 1"):
-        predicted("m2-ultra-128gb", devices=2)
-
-
-def test_gpus_that_are_not_predicted_say_which_are() -> None:
-    words = "predicted for NVIDIA's GPUs, Apple's GPUs, processors, not strix-halo-128gb"
-    with pytest.raises(ConfigError, match=words):
-        predicted("strix-halo")

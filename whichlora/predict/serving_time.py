@@ -118,7 +118,7 @@ def _timer(
 
 def logged_timer(job: ResolvedRun, served: Served, calibration: Calibration) -> CpuTimer | None:
     """Of the steps that logs of the same file on this device state; None where there are none."""
-    if job.engine.logged_timer is None or job.gpu.kind not in job.engine.logged_kinds:
+    if job.engine.logged_timer is None:
         return None
     return job.engine.logged_timer(served, calibration.logged_times())
 

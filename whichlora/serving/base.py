@@ -531,7 +531,7 @@ class Engine:
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
         logged_timer: of steps, by logs of the same device, which say it better than `stepping`;
-            None where these do not tell; logged_kinds: of devices that it asks so.
+            None where these do not tell.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         prepare: lines of a shell that make what the command loads from the directory of
@@ -590,7 +590,6 @@ class Engine:
     float16_alone: Mapping[str, str] = field(default_factory=dict)
     stepping: Callable[[Served], Stepping] | None = None
     logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None
-    logged_kinds: tuple[str, ...] = ()
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _nothing
     prepare: Callable[[Served], str] = _nothing

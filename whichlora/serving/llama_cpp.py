@@ -140,7 +140,7 @@ def start(served: Served) -> Start:
         fault=fault,
         untimed=_untimed(served, placed),
         stage=fullest.number + 1 if (served.count(DEVICES) or 1) > 1 else 0,
-        held=_held(served, placed) if fits(served) and not served.gpu.is_cpu else "",
+        held=_held(served, placed) if fits(served) and served.gpu.kind == "cuda" else "",
         is_whole=_is_whole(served, placed),
     )
 
@@ -178,7 +178,7 @@ class Load:
 
 def loads_of(served: Served, placed: Placement) -> list[Load]:
     """Of each device."""
-    margin = MARGIN_BYTES if fits(served) and not served.gpu.is_cpu else 0
+    margin = MARGIN_BYTES if fits(served) and served.gpu.kind == "cuda" else 0
     loads = []
     for (device, number), free in zip(enumerate(cards_of(served)), free_bytes(served), strict=True):
         needed = taken(served, placed, served.context, slots(served), device=device)
@@ -375,6 +375,8 @@ def _untimed(served: Served, placed: Placement) -> str:
 
 def logged_timer(served: Served, logs: Sequence[LoggedTimes]) -> CpuTimer | None:
     """The timer of a CPU, by logs of the same file on it."""
+    if not served.gpu.is_cpu:
+        return None
     return cpu_timer(served, file_type(served), stepping(served), logs)
 
 
@@ -450,9 +452,8 @@ def _check_devices(served: Served) -> None:
         raise ConfigError(
             "split_mode: tensor is experimental in llama.cpp, and not predicted; use layer, or vllm"
         )
-    cards = served.gpu.beside or (served.gpu,)
-    if count > 1 and any(card.backend.shares_host_memory for card in cards):
-        raise ConfigError(f"{DEVICES}: a CPU and a Mac have no other GPUs, got {count}; use 1")
+    if count > 1 and any(card.is_cpu for card in served.gpu.beside or (served.gpu,)):
+        raise ConfigError(f"{DEVICES}: a CPU has no other GPUs, got {count}; use 1")
     if (served.count("main_gpu") or 0) >= count:
         raise ConfigError(
             f"main_gpu: {served.count('main_gpu')} of {count} GPUs; they are numbered from 0"
@@ -568,11 +569,6 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     lines += positions_note(served, "the cache is allocated, and a slot stops at them")
     if served.gpu.is_cpu:
         return tuple(lines)
-    if served.gpu.backend.shares_host_memory:
-        lines.append(
-            "memory of a Mac: what Metal recommends (recommendedMaxWorkingSetSize); buffers are "
-            "counted as CUDA's, and nobody has compared these bytes with a run"
-        )
     lines += _device_notes(served, placed, start)
     if start.held and start.pool.max_context(limit) < (limit or MOST_COUNT):
         lines.append(
@@ -644,7 +640,7 @@ def _device_notes(served: Served, placed: Placement, start: Start) -> list[str]:
 ENGINE = Engine(
     name="llama-cpp",
     summary="llama.cpp: a GGUF file, and a cache of every slot from the start",
-    device_kinds=("cuda", "mps", "cpu"),
+    device_kinds=("cuda", "cpu"),
     reads_checkpoints=False,
     loads_towers=False,  # a GGUF file of its own has it, which `--mmproj` names
     also_called=dict.fromkeys(("llama.cpp", "llamacpp", "llama-server", "lm-studio"), "")
@@ -790,7 +786,6 @@ ENGINE = Engine(
     load_of_start=_load_of_start,
     stepping=stepping,
     logged_timer=logged_timer,
-    logged_kinds=("cpu",),
     check=check,
     command=command,
     prepare=prepare,

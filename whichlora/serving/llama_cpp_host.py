@@ -124,12 +124,7 @@ def known_bytes_per_s(served: Served) -> float | None:
     text = served.options[BANDWIDTH]
     if text is not None:
         return stated_bytes_per_s(str(text))
-    return served.gpu.bandwidth_bytes_per_s if shares_memory(served.gpu) else None
-
-
-def shares_memory(gpu: GpuSpec) -> bool:
-    """Whether the host of `gpu` has the same memory."""
-    return not gpu.is_cpu and (gpu.backend.shares_host_memory or is_unified(gpu))
+    return served.gpu.bandwidth_bytes_per_s if is_unified(served.gpu) else None
 
 
 def host_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
@@ -179,7 +174,7 @@ def hosted(served: Served, placed: Placement) -> Hosted:
         known_bytes_per_s(served),
         is_pinned=is_pinned,
         is_alone=served.gpu.is_cpu,
-        is_shared=shares_memory(served.gpu),
+        is_shared=is_unified(served.gpu),
     )
 
 

@@ -18,18 +18,17 @@ class BlockRates:
         kernel_s: of a kernel beside its work; a product also narrows its input to 8 bit.
         products: of the fp32 peak, in many rows, where `sustained_factor` is 1.
         deviation: wider where fewer than five cards were measured.
-        reads: of the bandwidth.
     """
 
     kernel_s: float
     products: float
     deviation: float = 0.12
-    reads: float = 0.86
 
 
 # Kind: fitted, to the published speeds of one 7B model in Q4_0 on 25 cards
 # (`benchmarks/llama_cpp_gpus.py --fit`); those of few rows to an RTX 3090, whose steps of 1 to 8
 # tokens take 1.04 ms longer for each (pull request 15802).
+BLOCK_READS = 0.86  # of the bandwidth
 FEW_PRODUCTS = 0.38  # of the fp32 peak, of at most FEW_ROWS rows
 BLOCK_RATES = {
     "6.1": BlockRates(kernel_s=13.2e-6, products=1.15, deviation=0.25),
@@ -41,11 +40,6 @@ BLOCK_RATES = {
     "9.0": BlockRates(kernel_s=5.8e-6, products=2.19, deviation=0.25),
     "12.0": BlockRates(kernel_s=2.4e-6, products=1.82),
     "12.1": BlockRates(kernel_s=3.1e-6, products=1.59, deviation=0.25),
-}
-# Of backends without compute capabilities. Kind: fitted, to the speeds of 2025 and 2026 of M1 Max,
-# M1 Ultra, M3 Ultra and M4 (`benchmarks/llama_cpp_gpus.py --fit`).
-BLOCK_RATES_OF_KINDS = {
-    "mps": BlockRates(kernel_s=11e-6, products=0.66, deviation=0.25, reads=0.84),
 }
 # The least compute capability with a product of 8-bit integers in hardware. A P100 computes it one
 # by one: two published speeds of it (65 tokens/s of Ministral 3B in Q4_K_M and of gpt-oss-20b,
@@ -73,7 +67,7 @@ def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
     Source: llama.cpp 0c1e570 ggml/src/ggml-cuda/mmvq.cu, mmq.cuh.
     """
     capability = str(gpu.compute_capability or "")
-    blocks = BLOCK_RATES.get(capability) or BLOCK_RATES_OF_KINDS.get(gpu.kind) or _BLOCKS_ELSEWHERE
+    blocks = BLOCK_RATES.get(capability) or _BLOCKS_ELSEWHERE
     rate = blocks.products * sustained_factor(gpu, "bf16") * product_rate(gpu, "fp32")
     products = rate / product_rate(gpu, dtype)
     return replace(
@@ -82,11 +76,11 @@ def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
         attention_s=blocks.kernel_s,
         prefill_attention_s=blocks.kernel_s,
         pointwise_s=blocks.kernel_s,
-        reads=blocks.reads,
+        reads=BLOCK_READS,
         products=products,
         code_experts=ExpertRates(
             own_s=EXPERT_KERNELS_S + 4 * blocks.kernel_s,
-            reads=blocks.reads,
+            reads=BLOCK_READS,
             products=EXPERTS_PRODUCTS * products,
             activations=math.inf,
         ),

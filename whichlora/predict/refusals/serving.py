@@ -7,7 +7,6 @@ from whichlora.methods import Method
 from whichlora.serving.base import Engine, Served
 from whichlora.serving.scheduler import MOST_CLIENTS
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.backends import backend_of
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import TRANSFORMERS, USUAL_SPREAD, RunConfig
 from whichlora.tasks import Task
@@ -80,9 +79,8 @@ def check_serving(
             )
         for card in gpu.beside or (gpu,):
             if card.kind not in engine.device_kinds:
-                devices = ", ".join(backend_of(kind).called for kind in engine.device_kinds)
                 raise ConfigError(
-                    f"serving: {engine.name} is predicted for {devices}, not {card.key}"
+                    f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {card.key}"
                 )
             _check_card(card, engine)
     on_linears = method.find_targets is None

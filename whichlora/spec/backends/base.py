@@ -87,7 +87,6 @@ class Backend:
 
     Args:
         kind: as `gpu.json` names it.
-        called: its devices, in words.
         torch_device: torch's device type; ROCm's is "cuda", too.
         allocator: the rules by which its allocator takes memory from the driver.
         sdpa: which kernel a call of SDPA is dispatched to.
@@ -127,7 +126,6 @@ class Backend:
     """
 
     kind: str
-    called: str
     torch_device: str
     allocator: AllocatorRules
     sdpa: Callable[[SdpaCall], SdpaKernel]

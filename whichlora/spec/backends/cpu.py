@@ -18,7 +18,6 @@ def sdpa(call: SdpaCall) -> SdpaKernel:
 
 BACKEND = Backend(
     kind="cpu",
-    called="processors",
     torch_device="cpu",
     allocator="host",
     sdpa=sdpa,

@@ -32,7 +32,6 @@ def notes(run: RunConfig) -> Iterator[str]:
 
 BACKEND = Backend(
     kind="hpu",
-    called="Intel's Gaudi",
     torch_device="hpu",
     allocator="unknown",
     sdpa=sdpa,

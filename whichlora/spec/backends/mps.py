@@ -50,7 +50,6 @@ def notes(run: RunConfig) -> Iterator[str]:
 
 BACKEND = Backend(
     kind="mps",
-    called="Apple's GPUs",
     torch_device="mps",
     allocator="heaps",
     sdpa=sdpa,

@@ -61,7 +61,6 @@ def notes(run: RunConfig) -> Iterator[str]:
 
 BACKEND = Backend(
     kind="rocm",
-    called="AMD's GPUs",
     torch_device="cuda",
     allocator="segments",
     sdpa=sdpa,
