@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.serving import ggml_graph
+from whichlora.serving.ggml_backends import CPU
 from whichlora.serving.ggml_buffer import HOST, Graph
 from whichlora.serving.ggml_graph import Batch, LayerPlace
 from whichlora.serving.gguf_architectures import architecture_of
@@ -74,5 +75,5 @@ def test_what_another_gpu_reads_stays_until_it_is_copied() -> None:
 
 
 def test_a_cpu_looks_tokens_up_in_the_same_buffer() -> None:
-    on_cpu = compute_bytes(LLAMA, replace(BATCH, alignment=32), reads_tokens=True)
+    on_cpu = compute_bytes(LLAMA, replace(BATCH, backend=CPU), reads_tokens=True)
     assert on_cpu - compute_bytes(LLAMA, BATCH) == 512 * (4 * 4096 + 4) - 96  # row numbers padded

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
-from whichlora.memory.allocator import context_bytes
 from whichlora.parallel.base import RankKind
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.counted import CountedRun, count_run, count_served
@@ -76,8 +75,7 @@ class SharedLedgers:
 
 def _on_card(job: ResolvedRun, moments: Moments) -> Moments:
     """`moments` of another card on that of `job`."""
-    context = context_bytes(job.gpu, job.dtypes.libraries)
-    return {name: {**parts, "context": context} for name, parts in moments.items()}
+    return {name: {**parts, "context": job.context_bytes} for name, parts in moments.items()}
 
 
 def _same_bytes(job: ResolvedRun) -> tuple[Any, ...] | None:

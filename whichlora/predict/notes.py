@@ -92,7 +92,8 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         fails = ", and looking up more fails" if job.model.longest_input else ""
         notes.append(f"{length} tokens exceed the model's {limit} positions{fails}")
     notes += _on_gpu(job)
-    notes += gpu.backend.notes(run)
+    if not job.has_pool or job.engine.runs_torch:
+        notes += gpu.backend.notes(run)
     if not job.has_pool and _writes_scores(job):  # engines have kernels of their own
         notes.append(
             "SDPA has no fused kernel for this attention: its math kernel writes every score in "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from whichlora.memory import allocator
 from whichlora.memory.training import PARTS, RETURNED, Ledger
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Count
@@ -19,7 +18,7 @@ def part_bytes(job: ResolvedRun, counted: Ledger, moment: str) -> dict[str, Coun
     parts["temporary"] = parts["temporary"] + counted.workspace_in(moment)
     parts["allocator"] = counted.idle_bytes
     parts[RETURNED] = counted.returned_bytes
-    parts["context"] = allocator.context_bytes(job.gpu, job.dtypes.libraries)
+    parts["context"] = job.context_bytes
     if job.layout is not None:
         parts["context"] = parts["context"] + job.layout.communicator_bytes(job.gpu)
     return parts

@@ -8,6 +8,7 @@ from whichlora.errors import ConfigError
 from whichlora.families import without_dropout
 from whichlora.families.experts import with_expert_modules, with_named_experts
 from whichlora.families.gemma import without_caps
+from whichlora.memory import allocator
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import Method, get_method, with_defaults
 from whichlora.parallel import get_strategy
@@ -149,6 +150,16 @@ class ResolvedRun:
     def has_pool(self) -> bool:
         """Whether an engine takes all its memory when it starts, whatever the requests are."""
         return self.run.phase == "inference" and self.engine.start is not None
+
+    @property
+    def context_bytes(self) -> int:
+        """What its process takes of the GPU beside what it allocates.
+
+        Kind: estimate. Source: `allocator.context_bytes`; `Engine.takes_context`.
+        """
+        if self.has_pool and not self.engine.takes_context(self.gpu):
+            return 0
+        return allocator.context_bytes(self.gpu, self.dtypes.libraries)
 
     @property
     def has_adapters(self) -> bool:

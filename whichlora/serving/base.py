@@ -518,6 +518,7 @@ class Engine:
         fills_stages: whether a pipeline has a batch at every stage; else one batch passes them.
         least_capability: the oldest compute capability that it has kernels for.
         runs_torch: whether it computes with PyTorch, whose wheels and dtypes bind it.
+        takes_context: whether a process takes memory of a GPU beside what it allocates.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
         load_of_start: what that depends on of the sequences asked for: two loads with an equal
@@ -580,6 +581,7 @@ class Engine:
     fills_stages: bool = True
     least_capability: float = 0.0
     runs_torch: bool = True
+    takes_context: Callable[[GpuSpec], bool] = lambda gpu: True
     start: Callable[[Served], Start] | None = None
     load_of_start: Callable[[Served], Hashable] = _nothing
     reads_checkpoints: bool = True

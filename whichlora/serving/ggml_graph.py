@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from whichlora.serving.ggml_backends import CUDA, FusedAttention, GgmlBackend
 from whichlora.serving.ggml_buffer import HOST, Graph
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.layer import Attention, Layer, Mlp, Moe
+from whichlora.spec.numeric import ceil_div
 
 if TYPE_CHECKING:
     from whichlora.serving.gguf_architectures.base import Architecture
 
-ALIGNMENT = 128  # of a GPU's buffers; ggml-cuda.cu:897
 FP32, FP16, INDEX = 4, 2, 8  # bytes of activations, of masks with flash attention, of row numbers
 # Layers that are laid out of each end of a model; between them the layout repeats.
 _FIRST, _LAST = 4, 2
@@ -54,9 +55,10 @@ class Batch:
         sequences: those that the tokens are of.
         cells: of the cache that each query sees, by sliding window; None is whole attention.
         flash: keys and values are read by one fused kernel.
-        widened_keys, widened_values: caches beside each other that are in another type than fp16.
+        streams: caches beside each other.
+        widened_keys, widened_values: those of them that are copied to 16 bit.
         rotates_keys, rotates_values: cached in blocks, and rotated before.
-        alignment: of every tensor, in bytes.
+        backend: whose rules its buffer follows.
         layers: the first one of a part of the model, and the first one after it; None is all.
         scores: whether this part has the output matrix.
         copies: of each input.
@@ -72,11 +74,12 @@ class Batch:
     cells: tuple[tuple[int | None, int], ...]
     sequences: int = 1
     flash: bool = True
+    streams: int = 1
     widened_keys: int = 0
     widened_values: int = 0
     rotates_keys: bool = False
     rotates_values: bool = False
-    alignment: int = ALIGNMENT
+    backend: GgmlBackend = CUDA
     layers: tuple[int, int] | None = None
     scores: bool = True
     copies: int = 1
@@ -128,20 +131,26 @@ class Builder:
         """A tensor of `width` fp32 elements for each token."""
         return self.graph.add(FP32 * width * (rows or self.batch.tokens), *sources, over=over)
 
-    def product(self, matrix: str, width: int, *sources: int, rows: int = 0) -> int:
+    def product(
+        self, matrix: str, width: int, *sources: int, rows: int = 0, beside: int = 0
+    ) -> int:
         """What a matrix makes of its input, where that matrix is; a GPU copies those of the host.
 
         What follows is computed in the same place, up to the next matrix.
+
+        Args:
+            beside: bytes that its kernel needs with the result.
         """
         place, num_bytes = self._stored(matrix)
         if place == HOST and not rows:
             self.graph.place = 0
-            result = self.wide(width, self.graph.weight(num_bytes), *sources)
+            size = FP32 * width * self.batch.tokens + beside
+            result = self.graph.add(size, self.graph.weight(num_bytes), *sources)
             return self.with_vector(f"{matrix}.bias", width, result)
         if place == HOST:  # too few rows for a copy
             return self.graph.add(FP32 * width * rows, *sources, place=HOST)
         self.graph.place = place
-        return self.wide(width, *sources, rows=rows)
+        return self.graph.add(FP32 * width * (rows or self.batch.tokens) + beside, *sources)
 
     def _stored(self, name: str) -> tuple[int, int]:
         """The place and the bytes of a tensor; no bytes where it is in its layer's place."""
@@ -224,7 +233,7 @@ def _compute_bytes(
     model: ModelSpec, batch: Batch, architecture: Architecture, reads_tokens: bool, device: int
 ) -> int:
     graph = _graph(model, batch, architecture, reads_tokens)
-    return graph.buffer_bytes(batch.alignment, place=device, copies=batch.copies)
+    return graph.buffer_bytes(batch.backend.alignment, place=device, copies=batch.copies)
 
 
 @lru_cache(maxsize=16)  # the buffers of all GPUs have one
@@ -461,6 +470,7 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
         widened = batch.widened_keys * attention.k_width
         widened += batch.widened_values * attention.v_width
         size = FP32 * attention.out_width * batch.tokens + FP16 * seen * widened
+        size += fused_bytes(batch, attention, seen)
         result = graph.add(size, queries, *copies, mask)
     else:
         scores = FP32 * seen * batch.tokens * attention.num_attention_heads
@@ -470,6 +480,28 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
         result = build.wide(attention.out_width, raw)
     build.read_ahead()
     return result
+
+
+def fused_bytes(batch: Batch, attention: Attention, cells: int) -> int:
+    """What one fused attention needs beside its result and widened caches.
+
+    Rows of a cache in blocks are of one head, since they are copied first.
+    Kind: as `GgmlBackend.attention_bytes`.
+    """
+    keys = attention.head_dim if batch.rotates_keys else attention.k_width
+    values = attention.v_head_dim if batch.rotates_values else attention.v_width
+    return batch.backend.attention_bytes(
+        FusedAttention(
+            tokens=ceil_div(batch.tokens, batch.streams),
+            cells=cells,
+            streams=batch.streams,
+            heads=attention.num_attention_heads,
+            key_heads=attention.num_key_value_heads,
+            value_dim=attention.v_head_dim,
+            key_row_bytes=FP16 * keys,
+            value_row_bytes=FP16 * values,
+        )
+    )
 
 
 def window_of(build: Builder, attention: Attention) -> int | None:
@@ -558,10 +590,14 @@ def _experts(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
         repeated = build.wide(chosen * width, read, rows=rows)
         read = build.wide(chosen * width, repeated, weights, over=(repeated,), rows=rows)
     up_names = ("ffn_gate_exps", "ffn_up_exps") if moe.expert.gated else ("ffn_up_exps",)
-    halves = [build.product(name, inner, read, order, rows=rows) for name in up_names]
+    backend, tokens = build.batch.backend, rows or build.batch.tokens
+    beside = backend.experts_bytes(moe.num_experts, tokens)
+    halves = [
+        build.product(name, inner, read, order, rows=rows, beside=beside) for name in up_names
+    ]
     over = () if moe.expert.gated else (halves[0],)
     product = build.wide(inner, *halves, over=over, rows=rows)
-    raw = build.product("ffn_down_exps", chosen * width, product, order, rows=rows)
+    raw = build.product("ffn_down_exps", chosen * width, product, order, rows=rows, beside=beside)
     experts = raw
     if not choice.weighs_input:
         experts = build.wide(chosen * width, raw, weights, over=(raw,), rows=rows)
@@ -587,7 +623,7 @@ def _chosen(build: Builder, moe: Moe, choice: Choice, read: int, *, rows: int) -
         sorted_by = build.wide(number, scores, rows=rows)
     if choice.groups[0] > 1:
         sorted_by = _of_best_groups(build, number, choice.groups, sorted_by, rows=rows)
-    order = build.wide(number, sorted_by, rows=rows)
+    order = build.wide(build.batch.backend.sorted_copies * number, sorted_by, rows=rows)
     weights = build.wide(chosen, scores, order, rows=rows)
     if choice.gate == "chosen":
         weights = build.wide(chosen, weights, rows=rows)

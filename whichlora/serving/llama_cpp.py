@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from whichlora.errors import ConfigError
+from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
 from whichlora.serving.base import Engine, LoggedTimes, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers
 from whichlora.serving.cpu_timer import CpuTimer, cpu_timer
+from whichlora.serving.ggml_backends import BACKENDS, ggml_backend
 from whichlora.serving.ggml_graph import FP32
 from whichlora.serving.gguf import (
     BLOCKS,
@@ -54,6 +56,7 @@ from whichlora.serving.llama_cpp_memory import (
     file_type,
     fits,
     free_bytes,
+    has_flash,
     num_devices,
     padded,
     placement,
@@ -140,7 +143,8 @@ def start(served: Served) -> Start:
         fault=fault,
         untimed=_untimed(served, placed),
         stage=fullest.number + 1 if (served.count(DEVICES) or 1) > 1 else 0,
-        held=_held(served, placed) if fits(served) and served.gpu.kind == "cuda" else "",
+        held=_held(served, placed) if fits(served) and not served.gpu.is_cpu else "",
+        counts_process=ggml_backend(served.gpu).counts_process,
         is_whole=_is_whole(served, placed),
     )
 
@@ -178,7 +182,7 @@ class Load:
 
 def loads_of(served: Served, placed: Placement) -> list[Load]:
     """Of each device."""
-    margin = MARGIN_BYTES if fits(served) and served.gpu.kind == "cuda" else 0
+    margin = MARGIN_BYTES if fits(served) and not served.gpu.is_cpu else 0
     loads = []
     for (device, number), free in zip(enumerate(cards_of(served)), free_bytes(served), strict=True):
         needed = taken(served, placed, served.context, slots(served), device=device)
@@ -354,12 +358,16 @@ def _untimed(served: Served, placed: Placement) -> str:
     """Why steps of such a file, or of one that memory does not hold, have no times."""
     if served.gpu.is_cpu:
         return ""
+    backend = ggml_backend(served.gpu)
+    if backend.untimed:
+        return backend.untimed
     if is_unified(served.gpu) and not _is_whole(served, placed):
         needed = taken(served, placed, served.context, slots(served))
         both = needed.device + needed.host
         if both > served.gpu.memory_bytes:
+            has = "macOS lets the GPU use" if backend.limit else "processor and GPU share"
             return (
-                f"processor and GPU share {format_bytes(served.gpu.memory_bytes)}, of which the "
+                f"{has} {format_bytes(served.gpu.memory_bytes)}, of which the "
                 f"model takes {format_bytes(both)}: what does not fit is read from the disk again "
                 "for each token; use a smaller file_type"
             )
@@ -416,6 +424,7 @@ def check(served: Served) -> None:
             f"serving: n_cpu_moe and cpu_moe move experts, and {model.name} has none; give "
             "fewer n_gpu_layers"
         )
+    _check_flash(served)
     values = cache_types(served)[1].lower()
     if not uses_flash(served) and values not in WIDE:
         raise ConfigError(
@@ -436,6 +445,22 @@ def check(served: Served) -> None:
         placement(served)
 
 
+def _check_flash(served: Served) -> None:
+    """Refuse fused attention that a backend lacks: the processor would attend in its place.
+
+    Source: llama.cpp 0c1e570 src/llama-context.cpp:615 sched_reserve.
+    """
+    if served.options["flash_attn"] == "off" or has_flash(served):
+        return
+    keys, values = (str(served.options[f"cache_type_{each}"]) for each in "kv")
+    if served.options["flash_attn"] == "on" or values not in WIDE:
+        called = ggml_backend(served.gpu).called
+        raise ConfigError(
+            f"cache_type_k: {keys} and cache_type_v {values} have no fused attention on {called} "
+            f"for heads of {served.model.name}; give both f16, or both q8_0"
+        )
+
+
 def _check_devices(served: Served) -> None:
     """Refuse ways to divide a model that this release lacks, or that are not predicted.
 
@@ -454,6 +479,12 @@ def _check_devices(served: Served) -> None:
         )
     if count > 1 and any(card.is_cpu for card in served.gpu.beside or (served.gpu,)):
         raise ConfigError(f"{DEVICES}: a CPU has no other GPUs, got {count}; use 1")
+    if len({card.kind for card in served.gpu.beside}) > 1:
+        raise ConfigError(
+            f"{DEVICES}: GPUs of several vendors are not predicted in one run; name those of one"
+        )
+    if count > 1 and served.gpu.backend.shares_host_memory:
+        raise ConfigError(f"{DEVICES}: {served.gpu.key} is one GPU, got {count}; use 1")
     if (served.count("main_gpu") or 0) >= count:
         raise ConfigError(
             f"main_gpu: {served.count('main_gpu')} of {count} GPUs; they are numbered from 0"
@@ -545,7 +576,8 @@ def command(served: Served) -> str:
         if option in ("file_type", "parallel", BANDWIDTH):
             continue
         if option == DEVICES:
-            names = ",".join(f"CUDA{number}" for number in range(served.count(DEVICES) or 1))
+            device, count = ggml_backend(served.gpu).name, served.count(DEVICES) or 1
+            names = ",".join(f"{device}{number}" for number in range(count))
             words += ["--device", names]
             continue
         flag = "--" + option.replace("_", "-")
@@ -569,6 +601,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     lines += positions_note(served, "the cache is allocated, and a slot stops at them")
     if served.gpu.is_cpu:
         return tuple(lines)
+    lines += _backend_notes(served)
     lines += _device_notes(served, placed, start)
     if start.held and start.pool.max_context(limit) < (limit or MOST_COUNT):
         lines.append(
@@ -603,10 +636,27 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def _backend_notes(served: Served) -> list[str]:
+    """What is known of memory, and what attention does, beside NVIDIA's GPUs."""
+    backend = ggml_backend(served.gpu)
+    lines = [backend.limit] if backend.limit else []
+    if backend.leaves:
+        context = format_bytes(allocator.idle_context_bytes(served.gpu))
+        lines.append(f"{backend.leaves} is not known: {context} are taken")
+    if not has_flash(served) and served.options["flash_attn"] == "auto":
+        lines.append(
+            f"{backend.called} has no fused attention for these heads and caches: every score of a "
+            "micro-batch is written"
+        )
+    return lines
+
+
 def _time_notes(served: Served) -> list[str]:
-    """Of times that a host has a part in."""
+    """Of times that a host has a part in, or more than one build."""
     is_whole = not served.gpu.is_cpu and _is_whole(served, placement(served))
-    return [] if is_whole else time_notes(served)
+    lines = [] if is_whole else time_notes(served)
+    builds = ggml_backend(served.gpu).builds
+    return [*lines, builds] if builds else lines
 
 
 def _device_notes(served: Served, placed: Placement, start: Start) -> list[str]:
@@ -640,7 +690,7 @@ def _device_notes(served: Served, placed: Placement, start: Start) -> list[str]:
 ENGINE = Engine(
     name="llama-cpp",
     summary="llama.cpp: a GGUF file, and a cache of every slot from the start",
-    device_kinds=("cuda", "cpu"),
+    device_kinds=tuple(BACKENDS),
     reads_checkpoints=False,
     loads_towers=False,  # a GGUF file of its own has it, which `--mmproj` names
     also_called=dict.fromkeys(("llama.cpp", "llamacpp", "llama-server", "lm-studio"), "")
@@ -782,6 +832,7 @@ ENGINE = Engine(
     ),
     least_capability=5.0,  # docs/build.md
     runs_torch=False,
+    takes_context=lambda gpu: not ggml_backend(gpu).counts_process,
     start=start,
     load_of_start=_load_of_start,
     stepping=stepping,

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from whichlora.memory import allocator
 from whichlora.serving.base import Served
+from whichlora.serving.ggml_backends import ggml_backend
 from whichlora.serving.ggml_buffer import HOST
 from whichlora.serving.ggml_graph import FP32, Batch, LayerPlace, compute_bytes
 from whichlora.serving.gguf import Tensor, row_bytes, tensors
@@ -55,8 +56,28 @@ def micro_batch(served: Served, cells: int) -> int:
 
 
 def uses_flash(served: Served) -> bool:
-    """Whether attention is one fused kernel, which every GPU that we know has."""
-    return served.options["flash_attn"] != "off"
+    """Whether attention is one fused kernel: where it is not switched off and the backend has it.
+
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-context.cpp:615 sched_reserve, "auto".
+    """
+    return served.options["flash_attn"] != "off" and has_flash(served)
+
+
+def has_flash(served: Served) -> bool:
+    """Whether its backend has fused attention for this model and these caches."""
+    keys, values = (str(served.options[f"cache_type_{each}"]) for each in "kv")
+    return ggml_backend(served.gpu).has_flash(_head_dims(served.model), keys, values)
+
+
+@lru_cache(maxsize=256)
+def _head_dims(model: ModelSpec) -> frozenset[int]:
+    """Elements that heads compare: of latents, whose values are a part of the keys, all cached."""
+    return frozenset(
+        each.head_dim if architecture_of(model).cached(each)[1] else each.cache_elements
+        for layer, _ in model.layers()
+        for each in layer.attentions
+        if each.kind == "softmax"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,19 +342,26 @@ def _batch(served: Served, placed: Placement, kept: Cache, device: int, *, is_pl
     keys, values = (each.lower() for each in cache_types(served))
     windows = _windows(served.model)
     tokens = micro_batch(served, sum(cells for _, cells in kept.cells[:1]) * kept.streams)
+    backend = ggml_backend(served.gpu)
+    wide_keys, wide_values = (
+        backend.widens == "all" or (backend.widens == "others" and each != "f16")
+        for each in (keys, values)
+    )
     batch = Batch(
+        backend=backend,
+        streams=kept.streams,
         tokens=ceil_div(tokens, slots(served)) * slots(served),
         outputs=min(tokens, slots(served)),
         sequences=slots(served),
         cells=tuple((window, cells) for window, cells in kept.cells if window in windows),
         flash=uses_flash(served),
-        widened_keys=kept.streams if keys != "f16" else 0,
-        widened_values=kept.streams if values != "f16" else 0,
+        widened_keys=kept.streams * wide_keys,
+        widened_values=kept.streams * wide_values,
         rotates_keys=keys not in WIDE,
         rotates_values=str(served.options["cache_type_v"]) not in WIDE,
     )
     if served.gpu.is_cpu:
-        return replace(batch, alignment=32, widened_keys=0, widened_values=0)
+        return batch
     return _part(served, placed, batch, kept, device, is_plan=is_plan)
 
 
@@ -527,4 +555,8 @@ def fits(served: Served) -> bool:
 def free_bytes(served: Served) -> list[int]:
     """Of each device when the model is loaded."""
     cards = cards_of(served).values()
-    return [card.memory_bytes - allocator.idle_context_bytes(card) for card in cards]
+    return [card.memory_bytes - _process_bytes(card) for card in cards]
+
+
+def _process_bytes(card: GpuSpec) -> int:
+    return 0 if ggml_backend(card).counts_process else allocator.idle_context_bytes(card)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from whichlora.errors import ConfigError
 from whichlora.methods import Method
+from whichlora.serving import list_engines
 from whichlora.serving.base import Engine, Served
 from whichlora.serving.scheduler import MOST_CLIENTS
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.backends import backend_of
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import TRANSFORMERS, USUAL_SPREAD, RunConfig
 from whichlora.tasks import Task
@@ -80,7 +82,8 @@ def check_serving(
         for card in gpu.beside or (gpu,):
             if card.kind not in engine.device_kinds:
                 raise ConfigError(
-                    f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {card.key}"
+                    f"serving: {engine.name} is predicted for {_predicted_for(engine)}, not "
+                    f"{card.key}{_engine_for(card)}"
                 )
             _check_card(card, engine)
     on_linears = method.find_targets is None
@@ -99,9 +102,25 @@ def check_engine(served: Served) -> None:
     served.engine.check(served)
 
 
+def _predicted_for(engine: Engine) -> str:
+    """The kinds of device that an engine is predicted for."""
+    *others, last = (backend_of(kind).called for kind in engine.device_kinds)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _engine_for(card: GpuSpec) -> str:
+    """Which engine is predicted for it, as an end of a sentence; nothing where none is."""
+    names = [
+        each.name
+        for each in list_engines().values()
+        if each.start is not None and card.kind in each.device_kinds
+    ]
+    return f"; use {' or '.join(names)}" if names else ""
+
+
 def _check_card(gpu: GpuSpec, engine: Engine) -> None:
     """Refuse a card that is older than an engine's kernels."""
-    capability = gpu.compute_capability
+    capability = gpu.compute_capability if gpu.kind == "cuda" else None
     if capability is not None and float(capability) < engine.least_capability:
         raise ConfigError(
             f"serving: {engine.name} does not run on {gpu.key}: it needs compute capability "

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from whichlora.serving.ggml_backends import FusedAttention
 from whichlora.serving.ggml_buffer import HOST
-from whichlora.serving.ggml_graph import FP16, FP32, INDEX, Builder, mask_of
+from whichlora.serving.ggml_graph import FP16, FP32, INDEX, Batch, Builder, mask_of
 from whichlora.serving.gguf import Tensor, layer_tensors
 from whichlora.serving.gguf_architectures.base import Architecture
 from whichlora.spec.layer import Attention, Layer
+from whichlora.spec.numeric import ceil_div
 
 
 def _latent(attention: Attention) -> int:
@@ -81,8 +83,10 @@ def _attend(build: Builder, attention: Attention, queries: int, keys: int) -> in
         graph.add(0, keys, build.given("rows of keys", INDEX * batch.tokens))
     seen, mask = mask_of(build, None)
     if batch.flash:
-        widened = batch.widened_keys * (attention.cache_elements + latent)
+        copied = 0 if batch.backend.views_values else latent
+        widened = batch.widened_keys * (attention.cache_elements + copied)
         size = FP32 * heads * latent * batch.tokens + FP16 * seen * widened
+        size += _fused_bytes(batch, attention, seen)
         return graph.add(size, queries, *copies, mask)
     scores = FP32 * seen * batch.tokens * heads
     raw = graph.add(scores, queries)
@@ -90,6 +94,23 @@ def _attend(build: Builder, attention: Attention, queries: int, keys: int) -> in
     values = graph.add(FP16 * seen * latent, mask)
     seen_latents = build.wide(heads * latent, values, weights)
     return build.product("attn_v_b", attention.out_width, seen_latents)
+
+
+def _fused_bytes(batch: Batch, attention: Attention, cells: int) -> int:
+    """As `ggml_graph.fused_bytes`, of one cached head whose values are a part of its keys."""
+    row_bytes = FP16 * attention.cache_elements
+    return batch.backend.attention_bytes(
+        FusedAttention(
+            tokens=ceil_div(batch.tokens, batch.streams),
+            cells=cells,
+            streams=batch.streams,
+            heads=attention.num_attention_heads,
+            key_heads=1,
+            value_dim=_latent(attention),
+            key_row_bytes=row_bytes,
+            value_row_bytes=row_bytes,
+        )
+    )
 
 
 ARCHITECTURES = (

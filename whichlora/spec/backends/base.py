@@ -86,7 +86,7 @@ class Backend:
     """A backend of torch: its allocator, kernels and dtypes, and the libraries that it has.
 
     Args:
-        kind: as `gpu.json` names it.
+        kind: as `gpu.json` names it; `called` as people do.
         torch_device: torch's device type; ROCm's is "cuda", too.
         allocator: the rules by which its allocator takes memory from the driver.
         sdpa: which kernel a call of SDPA is dispatched to.
@@ -126,6 +126,7 @@ class Backend:
     """
 
     kind: str
+    called: str
     torch_device: str
     allocator: AllocatorRules
     sdpa: Callable[[SdpaCall], SdpaKernel]

@@ -18,6 +18,7 @@ def sdpa(call: SdpaCall) -> SdpaKernel:
 
 BACKEND = Backend(
     kind="cpu",
+    called="CPUs",
     torch_device="cpu",
     allocator="host",
     sdpa=sdpa,

@@ -97,6 +97,7 @@ def sdpa(call: SdpaCall) -> SdpaKernel:
 
 BACKEND = Backend(
     kind="cuda",
+    called="NVIDIA's GPUs",
     torch_device="cuda",
     allocator="segments",
     sdpa=sdpa,

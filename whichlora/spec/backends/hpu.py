@@ -32,6 +32,7 @@ def notes(run: RunConfig) -> Iterator[str]:
 
 BACKEND = Backend(
     kind="hpu",
+    called="Gaudi",
     torch_device="hpu",
     allocator="unknown",
     sdpa=sdpa,

@@ -50,6 +50,7 @@ def notes(run: RunConfig) -> Iterator[str]:
 
 BACKEND = Backend(
     kind="mps",
+    called="Macs",
     torch_device="mps",
     allocator="heaps",
     sdpa=sdpa,

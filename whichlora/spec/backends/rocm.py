@@ -61,6 +61,7 @@ def notes(run: RunConfig) -> Iterator[str]:
 
 BACKEND = Backend(
     kind="rocm",
+    called="AMD's GPUs",
     torch_device="cuda",
     allocator="segments",
     sdpa=sdpa,

@@ -37,6 +37,7 @@ def fused_4bit_rows(compute_capability: str | None) -> int:
 
 BACKEND = Backend(
     kind="xpu",
+    called="Intel's GPUs",
     torch_device="xpu",
     allocator="segments",  # torch 2.13 `XPUCachingAllocator.cpp`: the constants of CUDA's
     sdpa=sdpa,
