@@ -162,7 +162,7 @@ def speeds(records: Path = RECORDS) -> list[Speed]:
 # --- fitting ----------------------------------------------------------------------------------
 
 
-def _with(timer: StepTimer, **constants: float) -> StepTimer:
+def with_constants(timer: StepTimer, **constants: float) -> StepTimer:
     """`timer` with other constants of all its kernels."""
     rates: KernelRates = replace(
         timer.rates,
@@ -188,8 +188,8 @@ def kernel_seconds(cases: Sequence[Speed], reads: float) -> list[float]:
     found = []
     for case in cases:
         timer = case.timer()
-        none = case.predicted_s(_with(timer, kernel_s=0.0, reads=reads))
-        each = case.predicted_s(_with(timer, kernel_s=1e-6, reads=reads)) - none
+        none = case.predicted_s(with_constants(timer, kernel_s=0.0, reads=reads))
+        each = case.predicted_s(with_constants(timer, kernel_s=1e-6, reads=reads)) - none
         found.append(1e-6 * (case.seconds - none) / each)
     return found
 
@@ -210,7 +210,7 @@ def fitted(cases: Sequence[Speed]) -> tuple[float, dict[str, tuple[float, float]
             decoding = [case for case in those if case.kind == "decode"]
             kernel_s = float(np.mean(kernel_seconds(decoding, float(reads))))
             for case in decoding:
-                timer = _with(case.timer(), kernel_s=kernel_s, reads=float(reads))
+                timer = with_constants(case.timer(), kernel_s=kernel_s, reads=float(reads))
                 squares += (case.predicted_s(timer) / case.seconds - 1) ** 2
         best = min(best, (squares, float(reads)))
     reads = best[1]
@@ -218,17 +218,17 @@ def fitted(cases: Sequence[Speed]) -> tuple[float, dict[str, tuple[float, float]
     for capability, those in by_capability.items():
         decoding = [case for case in those if case.kind == "decode"]
         kernel_s = float(np.mean(kernel_seconds(decoding, reads)))
-        shares = [_share(case, kernel_s, reads) for case in those if case.kind == "prompt"]
+        shares = [product_share(case, kernel_s, reads) for case in those if case.kind == "prompt"]
         found[capability] = (kernel_s, float(np.exp(np.mean(np.log(shares)))))
     return reads, found
 
 
-def _share(case: Speed, kernel_s: float, reads: float) -> float:
+def product_share(case: Speed, kernel_s: float, reads: float) -> float:
     """Of the fp32 peak, that the products of a prompt reach on a board without a limit of power."""
     timer = case.timer()
     gpu = find_target(case.gpu)
-    rest = case.predicted_s(_with(timer, kernel_s=kernel_s, reads=reads, rate=math.inf))
-    flops = case.predicted_s(_with(timer, kernel_s=kernel_s, reads=reads, rate=1.0)) - rest
+    rest = case.predicted_s(with_constants(timer, kernel_s=kernel_s, reads=reads, rate=math.inf))
+    flops = case.predicted_s(with_constants(timer, kernel_s=kernel_s, reads=reads, rate=1.0)) - rest
     return flops / (case.seconds - rest) / product_rate(gpu, "fp32") / sustained_factor(gpu, "bf16")
 
 
@@ -372,7 +372,7 @@ def left_out() -> list[tuple[Speed, float]]:
         rate = share * sustained_factor(gpu, "bf16") * product_rate(gpu, "fp32")
         for case in cases:
             if case.gpu == name:
-                timer = _with(case.timer(), kernel_s=kernel_s, reads=reads, rate=rate)
+                timer = with_constants(case.timer(), kernel_s=kernel_s, reads=reads, rate=rate)
                 speed = replace(case, group="scoreboard, this card left out")
                 found.append((speed, case.seconds / case.predicted_s(timer) - 1))
     return found
@@ -380,17 +380,17 @@ def left_out() -> list[tuple[Speed, float]]:
 
 def document(found: Sequence[tuple[Speed, float]]) -> str:
     rows = []
-    kinds = sorted({(speed.group, speed.kind, _files(speed)) for speed, _ in found})
+    kinds = sorted({(speed.group, speed.kind, files_of(speed)) for speed, _ in found})
     for group, kind, files in kinds:
         errors = [
             error
             for speed, error in found
-            if (speed.group, speed.kind, _files(speed)) == (group, kind, files)
+            if (speed.group, speed.kind, files_of(speed)) == (group, kind, files)
         ]
         cards = {
             speed.gpu
             for speed, _ in found
-            if (speed.group, speed.kind, _files(speed)) == (group, kind, files)
+            if (speed.group, speed.kind, files_of(speed)) == (group, kind, files)
         }
         rows.append((group, kind, files, len(cards), *summary(errors).cells()))
     capabilities = ", ".join(sorted(BLOCK_RATES, key=float))
@@ -519,7 +519,7 @@ def _is_alone(speed: Speed) -> bool:
     return speed.gpu == ANY_PROCESSOR
 
 
-def _files(speed: Speed) -> str:
+def files_of(speed: Speed) -> str:
     return "16 bit" if speed.file_type in ("F16", "BF16") else "in blocks"
 
 
