@@ -1,11 +1,13 @@
-// Devices with the rules of llama.cpp's CUDA backend that hold nothing and compute nothing: its
-// scheduler divides a graph and sizes every buffer as on GPUs. FREE_MIB and TOTAL_MIB are what they
-// say of their memory, with a comma between devices. Rules read in llama.cpp 0c1e570
-// ggml/src/ggml-cuda/ggml-cuda.cu and fattn.cu.
+// Devices with the rules of llama.cpp's CUDA or Metal backend that hold nothing and compute nothing:
+// its scheduler divides a graph and sizes every buffer as on GPUs. FREE_MIB and TOTAL_MIB are what
+// they say of their memory, with a comma between devices; RULES=metal asks for Metal's. Rules read in
+// llama.cpp 0c1e570 ggml/src/ggml-cuda/ggml-cuda.cu and fattn.cu, ggml/src/ggml-metal/ggml-metal.cpp,
+// ggml-metal-ops.cpp and ggml-metal-device.m.
 #include "ggml-backend-impl.h"
 #include "ggml.h"
 #include "llama-ext.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <dlfcn.h>
@@ -64,12 +66,54 @@ static ggml_backend_buffer_t alloc_pinned(ggml_backend_buffer_type_t buft, size_
     return buffer;
 }
 
-static size_t alignment(ggml_backend_buffer_type_t) { return 128; }
+static bool is_metal() {
+    const char * rules = getenv("RULES");
+    return rules && std::string(rules) == "metal";
+}
+
+static size_t alignment(ggml_backend_buffer_type_t) { return is_metal() ? 32 : 128; }
+
+// beside the result of one fused attention: the last cells once more, which blocks are masked, parts
+// of results of 32 groups, and keys and values in fp16
+static size_t metal_attention(const ggml_tensor * tensor) {
+    const ggml_tensor * q = tensor->src[0], * k = tensor->src[1], * v = tensor->src[2], * mask = tensor->src[3];
+    const bool copied = ggml_is_quantized(k->type) && q->ne[1] >= 32;
+    const bool is_view = v->view_src && (v->view_src == k || (v->view_src == k->view_src && v->view_offs == k->view_offs));
+    const size_t k_row = copied ? 2 * k->ne[0] : k->nb[1];
+    const size_t v_row = copied ? 2 * (is_view ? k->ne[0] : v->ne[0]) : v->nb[1];
+    size_t size = 64 * (k_row * k->ne[2] * k->ne[3] + v_row * v->ne[2] * v->ne[3] + (mask ? 2 * mask->ne[1] * mask->ne[2] * mask->ne[3] : 0));
+    if (mask) {
+        const bool is_short = q->ne[1] < 20 && q->ne[0] % 32 == 0;
+        const int64_t queries = is_short ? 1 : 8, cells = is_short ? 32 : 64;
+        size += GGML_PAD((q->ne[1] + queries - 1) / queries * ((mask->ne[0] + cells - 1) / cells) * mask->ne[2] * mask->ne[3], 32);
+    }
+    size += 4 * std::min<int64_t>(q->ne[1], 32) * q->ne[2] * q->ne[3] * 32 * (v->ne[0] + 2);
+    size += GGML_PAD(2 * ggml_nelements(k), 16);
+    return is_view ? size : size + GGML_PAD(2 * ggml_nelements(v), 16);
+}
+
+static size_t metal_size(const ggml_tensor * tensor) {
+    const size_t size = ggml_nbytes(tensor);
+    switch (tensor->op) {
+        case GGML_OP_MUL_MAT_ID:
+            return size + 4 * tensor->src[0]->ne[2] * (1 + tensor->src[2]->ne[1]) + 8 + 256 * sizeof(float);
+        case GGML_OP_FLASH_ATTN_EXT:
+            return size + metal_attention(tensor);
+        case GGML_OP_CUMSUM:
+        case GGML_OP_ARGSORT:
+            return 2 * size;
+        case GGML_OP_TOP_K:
+            return 2 * sizeof(int32_t) * ggml_nelements(tensor->src[0]);
+        default:
+            return size;
+    }
+}
 
 // keys and values of a layer that are not in fp16 are widened behind the result of its attention
 static size_t widened(const ggml_tensor * tensor) { return tensor->type == GGML_TYPE_F16 ? 0 : GGML_PAD(2 * ggml_nelements(tensor), 128); }
 
 static size_t alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+    if (is_metal()) { return metal_size(tensor); }
     size_t size = ggml_nbytes(tensor);
     if (tensor->op == GGML_OP_FLASH_ATTN_EXT && tensor->src[0]->ne[1] > 2) {
         size = GGML_PAD(size, 128) + widened(tensor->src[1]) + widened(tensor->src[2]);
@@ -109,10 +153,16 @@ static void props(ggml_backend_dev_t device, ggml_backend_dev_props * found) {
     memory(device, &found->memory_free, &found->memory_total);
 }
 static ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t device) { return &state(device)->memory; }
-static ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t device) { return &state(device)->pinned; }
-static bool supports_op(ggml_backend_dev_t, const ggml_tensor *) { return true; }
+static ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t device) { return is_metal() ? nullptr : &state(device)->pinned; }
+static bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    if (!is_metal() || op->op != GGML_OP_FLASH_ATTN_EXT) { return true; }
+    static const int64_t heads[] = {32, 40, 48, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576};
+    const bool has_kernel = std::find(std::begin(heads), std::end(heads), op->src[0]->ne[0]) != std::end(heads);
+    return has_kernel && op->src[1]->type == op->src[2]->type;
+}
 static bool supports_buft(ggml_backend_dev_t device, ggml_backend_buffer_type_t buft) { return buft == dev_buft(device); }
 static bool offload_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    if (is_metal() && op->op != GGML_OP_MUL_MAT && op->op != GGML_OP_MUL_MAT_ID) { return false; }
     switch (op->op) {
         case GGML_OP_GET_ROWS:   return false;
         case GGML_OP_MUL_MAT:    return op->ne[1] >= 32;

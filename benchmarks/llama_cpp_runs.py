@@ -5,8 +5,8 @@
 To measure anew (`--measure BUILD`), BUILD holds a build of the llama.cpp of llama-cpp-python's
 source archive, whose Python package and `gguf` are installed, and a compiler is there. Files have
 a model's shape and no weights. llama.cpp plans its memory without allocating it (`no_alloc`) on the
-CPU, and on a device with the rules of its CUDA backend (`llama_cpp_device.cpp`); small random
-models are allocated, and run, for real. `llama-quantize --dry-run` states the size of a mix,
+CPU, and on a device with the rules of its CUDA or Metal backend (`llama_cpp_device.cpp`); small
+random models are allocated, and run, for real. `llama-quantize --dry-run` states the size of a mix,
 `llama-fit-params` what `--fit` does. Models that have records keep them: delete their lines to
 measure them again.
 """
@@ -54,7 +54,7 @@ RECORDS = Path(__file__).parent / "llama_cpp_runs.csv"
 DEVICE = Path(__file__).parent / "llama_cpp_device.cpp"
 CHECKS = ("plan", "mix", "fit")
 COLUMNS = ("check", "model", "device", "settings", "what", "bytes")
-GPU = "rtx-4090-24gb"
+GPUS = {"cuda": "rtx-4090-24gb", "metal": "m3-ultra-512gb"}
 WHOLE, TOTAL = 1 << 20, 24564  # MiB that a device says are free: without end, or of a card
 MODELS = (
     "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-v0.1",
@@ -78,7 +78,7 @@ MODELS = (
     "tiiuae/falcon-40b", "EleutherAI/pythia-1.4b", "stabilityai/stablelm-2-1_6b",
     "stabilityai/stablelm-2-12b",
 )  # fmt: skip
-# What every model is planned with, on both devices. `concurrency` is of the run.
+# What every model is planned with, on each device. `concurrency` is of the run.
 SETTINGS: tuple[dict[str, OptionValue], ...] = (
     {"context": 8192},
     {"context": 2048, "concurrency": 8, "ubatch_size": 1024},
@@ -100,7 +100,7 @@ FREE_MIB = (3000, 6000, 12000, 20000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One start: on the CPU, or on a device of CUDA's rules with `free_mib`."""
+    """One start: on the CPU, or on a device of CUDA's or Metal's rules."""
 
     model: str
     device: str
@@ -131,14 +131,14 @@ def served(name: str, device: str, settings: Mapping[str, OptionValue]) -> Serve
         batch_size=int(settings.get("concurrency", 1)),  # type: ignore[call-overload]
         precision="fp16",
     )
-    gpu = find_target("cpu" if device.startswith("cpu") else GPU)
+    gpu = find_target("cpu" if device.startswith("cpu") else GPUS[device])
     return resolve(model, run, gpu).served
 
 
 def cases() -> Iterator[Case]:
     for name in MODELS:
         for settings in SETTINGS:
-            for device in ("cuda", "cpu"):
+            for device in ("cuda", "cpu", "metal"):
                 yield Case(model=name, device=device, settings=tuple(settings.items()))
         for layers in HOST_LAYERS:
             part = {"context": 8192, "n_gpu_layers": layers, "file_type": "Q4_K_M"}
@@ -204,7 +204,7 @@ def file_of(folder: Path, gguf_files: Any, name: str, settings: Mapping[str, obj
     return path
 
 
-def environment(build: Path, free_mib: object) -> dict[str, str]:
+def environment(build: Path, free_mib: object, rules: str = "cuda") -> dict[str, str]:
     libraries = str(build / "bin")
     return {
         **os.environ,
@@ -212,6 +212,7 @@ def environment(build: Path, free_mib: object) -> dict[str, str]:
         "LD_LIBRARY_PATH": libraries,
         "FREE_MIB": str(free_mib),
         "TOTAL_MIB": str(free_mib),
+        "RULES": rules,
     }
 
 
@@ -225,7 +226,7 @@ def _planned(build: Path, device: Path, file: Path, case: Case) -> Iterator[tupl
             "file": str(file),
         }
     )
-    places = environment(build, 0 if on_cpu else WHOLE)
+    places = environment(build, 0 if on_cpu else WHOLE, case.device)
     done = subprocess.run(
         [sys.executable, __file__, "--probe", asked],
         capture_output=True, text=True, env=places, check=False,
@@ -403,6 +404,7 @@ def _fit(row: Mapping[str, str]) -> float:
 
 _PLACES = (
     ("cuda", "device of CUDA's rules"),
+    ("metal", "device of Metal's rules"),
     ("cpu", "CPU"),
     ("cpu, run", "CPU, allocated and run"),
 )
@@ -451,7 +453,8 @@ def document(found: list[Compared]) -> str:
     return "\n\n".join(
         (
             f"llama.cpp 0c1e570 plans {len(MODELS)} models from 0.5 B to 1 T parameters without "
-            "allocating them: on a CPU, and on a device with the rules of its CUDA backend. "
+            "allocating them: on a CPU, and on devices with the rules of its CUDA and Metal "
+            "backends. "
             f"Another {len(RUN_MODELS)} are allocated, and run, on the CPU. "
             "Files have the shapes that we predict, and llama.cpp accepts them.",
             markdown_table(("where", "what", "n", "median", "p90", "worst"), rows, first_figure=2),

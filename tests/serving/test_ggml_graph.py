@@ -64,6 +64,21 @@ def test_a_copy_serves_all_that_a_gpu_reads_of_it() -> None:
     assert graph.buffer_bytes(128, place=1) == 0
 
 
+def test_what_lies_on_a_larger_tensor_gives_the_rest_back() -> None:
+    graph = Graph()
+    first = graph.add(1024, graph.add(128))
+    over = graph.add(256, first, over=(first,))
+    graph.add(768, over)  # behind it, where the rest was
+    assert graph.buffer_bytes(128) == 128 + 1024
+
+
+def test_values_that_are_cached_for_a_kernel_which_is_lacking_are_turned_in_a_copy() -> None:
+    eager = replace(BATCH, flash=False, tokens=128, cells=((None, 16384),))
+    more = compute_bytes(LLAMA, replace(eager, turns_values=True)) - compute_bytes(LLAMA, eager)
+    rows = 8 * 128 * (1024 - 1)  # a number of each element is one of each token
+    assert more == 2 * 16384 * 1024 - rows
+
+
 def test_what_another_gpu_reads_stays_until_it_is_copied() -> None:
     graph = Graph()
     given = graph.add(128, place=HOST)

@@ -86,13 +86,14 @@ class Graph:
         for tensor, num_bytes, sources, over in events:
             is_copied = copies > 1 and tensor is not None and tensor < 0
             if tensor is not None and not is_copied:
+                size = -(-num_bytes // alignment) * alignment
                 for below in over:
                     if users[below] == 1 and below in ranges:
-                        ranges[tensor] = ranges.pop(below)
+                        ranges[tensor] = space.cut(ranges.pop(below), size)
                         break
                 else:
                     if num_bytes:
-                        ranges[tensor] = space.take(-(-num_bytes // alignment) * alignment)
+                        ranges[tensor] = space.take(size)
             for source in sources:
                 users[source] -= 1
                 if users[source] == 0 and source in ranges:
@@ -174,6 +175,17 @@ class Space:
             start, stop = self.free[best]
             self.free[best : best + 1] = [(start + size, stop)] if least > size else []
         self.highest = max(self.highest, start + size)
+        return start, start + size
+
+    def cut(self, taken: tuple[int, int], size: int) -> tuple[int, int]:
+        """The first `size` of what was taken; the rest goes back.
+
+        Source: llama.cpp 0c1e570 ggml/src/ggml-alloc.c:600 ggml_gallocr_free_extra_space.
+        """
+        start, stop = taken
+        if stop <= start + size:
+            return taken
+        self.give(start + size, stop)
         return start, start + size
 
     def give(self, start: int, stop: int) -> None:

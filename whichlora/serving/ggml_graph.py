@@ -55,6 +55,7 @@ class Batch:
         sequences: those that the tokens are of.
         cells: of the cache that each query sees, by sliding window; None is whole attention.
         flash: keys and values are read by one fused kernel.
+        turns_values: values are cached for such a kernel, which there is none of.
         streams: caches beside each other.
         widened_keys, widened_values: those of them that are copied to 16 bit.
         rotates_keys, rotates_values: cached in blocks, and rotated before.
@@ -74,6 +75,7 @@ class Batch:
     cells: tuple[tuple[int | None, int], ...]
     sequences: int = 1
     flash: bool = True
+    turns_values: bool = False
     streams: int = 1
     widened_keys: int = 0
     widened_values: int = 0
@@ -461,7 +463,8 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
         graph.add(0, keys, place=HOST)  # the host's cache takes them
         graph.add(0, values, place=HOST)
     else:
-        rows = batch.tokens * (1 if batch.flash else attention.v_width)
+        is_whole = batch.flash or batch.turns_values
+        rows = batch.tokens * (1 if is_whole else attention.v_width)
         numbers = build.given(("rows of keys", window), INDEX * batch.tokens)
         graph.add(0, keys, numbers)
         graph.add(0, values, build.given(("rows of values", window), INDEX * rows))
@@ -474,9 +477,12 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
         result = graph.add(size, queries, *copies, mask)
     else:
         scores = FP32 * seen * batch.tokens * attention.num_attention_heads
+        turned: tuple[int, ...] = ()
+        if batch.turns_values:
+            turned = (graph.add(FP16 * seen * batch.streams * attention.v_width, mask),)
         raw = graph.add(scores, *copies[:1], queries)
         weights = graph.add(scores, raw, mask, over=(raw,))
-        raw = build.wide(attention.out_width, *copies[1:], weights)
+        raw = build.wide(attention.out_width, *copies[1:], *turned, weights)
         result = build.wide(attention.out_width, raw)
     build.read_ahead()
     return result
@@ -590,14 +596,10 @@ def _experts(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
         repeated = build.wide(chosen * width, read, rows=rows)
         read = build.wide(chosen * width, repeated, weights, over=(repeated,), rows=rows)
     up_names = ("ffn_gate_exps", "ffn_up_exps") if moe.expert.gated else ("ffn_up_exps",)
-    backend, tokens = build.batch.backend, rows or build.batch.tokens
-    beside = backend.experts_bytes(moe.num_experts, tokens)
-    halves = [
-        build.product(name, inner, read, order, rows=rows, beside=beside) for name in up_names
-    ]
+    halves = [_of_experts(build, moe, name, inner, (read, order), rows) for name in up_names]
     over = () if moe.expert.gated else (halves[0],)
     product = build.wide(inner, *halves, over=over, rows=rows)
-    raw = build.product("ffn_down_exps", chosen * width, product, order, rows=rows, beside=beside)
+    raw = _of_experts(build, moe, "ffn_down_exps", chosen * width, (product, order), rows)
     experts = raw
     if not choice.weighs_input:
         experts = build.wide(chosen * width, raw, weights, over=(raw,), rows=rows)
@@ -608,6 +610,17 @@ def _experts(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
         result = build.wide(width, result, experts, over=(result,), rows=rows)
     build.read_ahead(is_done=True)
     return result
+
+
+def _of_experts(
+    build: Builder, moe: Moe, name: str, width: int, sources: tuple[int, int], rows: int
+) -> int:
+    """A product with the chosen experts; a bias lies on it, and leaves what its kernel needed."""
+    beside = build.batch.backend.experts_bytes(moe.num_experts, rows or build.batch.tokens)
+    raw = build.product(name, width, *sources, rows=rows, beside=beside)
+    if beside and any(linear.bias for linear in moe.expert.linears):
+        return build.wide(width, raw, over=(raw,), rows=rows)
+    return raw
 
 
 def _chosen(build: Builder, moe: Moe, choice: Choice, read: int, *, rows: int) -> tuple[int, int]:

@@ -321,7 +321,8 @@ def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
     rows = 4 + 4 * architecture.positions
     rows += FP32 if _scales_queries(model) else 0
     states = 4 * batch.sequences if _has_states(model) else 0  # which one is whose
-    rows += len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
+    is_whole = batch.flash or batch.turns_values
+    rows += len(batch.cells) * 8 * (1 + (1 if is_whole else width))
     masks = sum(cells for _, cells in batch.cells) * (2 if batch.flash else FP32)
     inputs = batch.tokens * (embeddings + rows + masks) + states
     return batch.tokens * FP32 * model.hidden_size + batch.copies * inputs
@@ -355,6 +356,7 @@ def _batch(served: Served, placed: Placement, kept: Cache, device: int, *, is_pl
         sequences=slots(served),
         cells=tuple((window, cells) for window, cells in kept.cells if window in windows),
         flash=uses_flash(served),
+        turns_values=served.options["flash_attn"] != "off" and not has_flash(served),
         widened_keys=kept.streams * wide_keys,
         widened_values=kept.streams * wide_values,
         rotates_keys=keys not in WIDE,
