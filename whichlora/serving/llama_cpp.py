@@ -452,7 +452,7 @@ def _check_flash(served: Served) -> None:
     """
     if served.options["flash_attn"] == "off" or has_flash(served):
         return
-    keys, values = (str(served.options[f"cache_type_{each}"]) for each in "kv")
+    keys, values = (each.lower() for each in cache_types(served))
     if served.options["flash_attn"] == "on" or values not in WIDE:
         called = ggml_backend(served.gpu).called
         raise ConfigError(
