@@ -82,15 +82,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     """The notes on `job`, as sentences without a full stop."""
     run, gpu = job.run, job.gpu
     notes = [*job.model.notes, *gpu.notes]
-    limit = job.model.max_position_embeddings
-    length = run.seq_len if run.phase == "finetune" else run.prompt_len
-    if run.phase == "inference" or job.model.has_two_stacks:
-        limit = job.model.max_prompt_positions or limit
-    if run.phase == "inference" and job.model.task == "causal-lm" and job.model.can_generate:
-        length += run.max_new_tokens
-    if limit and length > limit:
-        fails = ", and looking up more fails" if job.model.longest_input else ""
-        notes.append(f"{length} tokens exceed the model's {limit} positions{fails}")
+    notes += _beyond_positions(job)
     notes += _on_gpu(job)
     if not job.has_pool or job.engine.runs_torch:
         notes += gpu.backend.notes(run)
@@ -124,18 +116,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         linear.rank_multiple and not linear.is_module and linear.name in job.targets
         for linear in all_linears(job.model)
     )
-    training = run.phase == "finetune"
-    if training and not job.model.supports_checkpointing:
-        notes.append(
-            f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
-        )
-    elif training and not run.gradient_checkpointing and _is_off_by_itself(job):
-        library = job.trainer.dated_by
-        release = f" of {library} {getattr(run.versions, library)}" if library else ""
-        notes.append(
-            f"gradient_checkpointing is off, as trainer {run.trainer}{release} has it where "
-            "nobody asks for it"
-        )
+    notes += _without_checkpoints(job)
     notes += job.method.notes(run, adapted_experts)
     if idle := [name for name, _ in run.libraries if changes_nothing(name)]:
         notes.append(f"libraries: no formula asks for the version of {', '.join(idle)}")
@@ -159,6 +140,36 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if job.model.has_two_stacks and run.phase == "finetune":
         notes.append(_lengths_in_words(job))
     return tuple(notes)
+
+
+def _beyond_positions(job: ResolvedRun) -> Iterator[str]:
+    """That the run is longer than the model has positions."""
+    run = job.run
+    limit = job.model.max_position_embeddings
+    length = run.seq_len if run.phase == "finetune" else run.prompt_len
+    if run.phase == "inference" or job.model.has_two_stacks:
+        limit = job.model.max_prompt_positions or limit
+    if run.phase == "inference" and job.model.task == "causal-lm" and job.model.can_generate:
+        length += run.max_new_tokens
+    if limit and length > limit:
+        fails = ", and looking up more fails" if job.model.longest_input else ""
+        yield f"{length} tokens exceed the model's {limit} positions{fails}"
+
+
+def _without_checkpoints(job: ResolvedRun) -> Iterator[str]:
+    """Why layers are not checkpointed where nobody says so."""
+    run = job.run
+    if run.phase != "finetune":
+        return
+    if not job.model.supports_checkpointing:
+        yield f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
+    elif not run.gradient_checkpointing and _is_off_by_itself(job):
+        library = job.trainer.dated_by
+        release = f" of {library} {getattr(run.versions, library)}" if library else ""
+        yield (
+            f"gradient_checkpointing is off, as trainer {run.trainer}{release} has it where "
+            "nobody asks for it"
+        )
 
 
 def held_inputs_note(
