@@ -148,6 +148,15 @@ def test_what_a_backend_lacks_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_heads_without_fused_attention_have_no_narrow_caches() -> None:
+    run = replace(RUN, model="stabilityai/stablelm-2-12b", context=2048)
+    with pytest.raises(ConfigError, match=r"give both f16$"):
+        predicted("m4-max-128gb", run, cache_type_k="q8_0", cache_type_v="q8_0")
+    with pytest.raises(ConfigError, match=r"leave flash_attn out$"):
+        predicted("m4-max-128gb", run, flash_attn="on")
+    assert predicted("m4-max-128gb", run).serving is not None
+
+
 def test_caches_of_two_types_leave_fused_attention_where_nobody_asks_for_it() -> None:
     prediction = predicted("m4-pro-24gb", cache_type_k="q8_0")
     assert any("Metal has no fused attention for these" in note for note in prediction.notes)

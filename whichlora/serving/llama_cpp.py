@@ -66,6 +66,7 @@ from whichlora.serving.llama_cpp_memory import (
     taken,
     token_bytes,
     uses_flash,
+    with_caches,
 )
 from whichlora.serving.llama_cpp_overrides import OVERRIDES
 from whichlora.serving.llama_cpp_rates import (
@@ -454,10 +455,13 @@ def _check_flash(served: Served) -> None:
         return
     keys, values = (each.lower() for each in cache_types(served))
     if served.options["flash_attn"] == "on" or values not in WIDE:
-        called = ggml_backend(served.gpu).called
+        called, narrow = ggml_backend(served.gpu).called, with_caches(served, "q8_0")
+        instead = "give both f16, or both q8_0" if narrow else "give both f16"
+        if served.options["flash_attn"] == "on" and not with_caches(served, "f16"):
+            instead = "leave flash_attn out"
         raise ConfigError(
             f"cache_type_k: {keys} and cache_type_v {values} have no fused attention on {called} "
-            f"for heads of {served.model.name}; give both f16, or both q8_0"
+            f"for heads of {served.model.name}; {instead}"
         )
 
 

@@ -69,6 +69,11 @@ def has_flash(served: Served) -> bool:
     return ggml_backend(served.gpu).has_flash(_head_dims(served.model), keys, values)
 
 
+def with_caches(served: Served, cache_type: str) -> bool:
+    """As `has_flash`, with keys and values of another type."""
+    return ggml_backend(served.gpu).has_flash(_head_dims(served.model), cache_type, cache_type)
+
+
 @lru_cache(maxsize=256)
 def _head_dims(model: ModelSpec) -> frozenset[int]:
     """Elements that heads compare: of latents, whose values are a part of the keys, all cached."""
