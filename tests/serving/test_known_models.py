@@ -197,11 +197,25 @@ def test_a_file_is_in_order(engine: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "unknown"),
     [
-        ("vllm", {"GPTNeoForCausalLM", "MllamaForConditionalGeneration", "MptForCausalLM"}),
+        (
+            "vllm",
+            {
+                "GPTNeoForCausalLM",
+                "Gemma3TextModel",
+                "MllamaForConditionalGeneration",
+                "MptForCausalLM",
+            },
+        ),
         (
             "sglang",
             {
-                *("BloomForCausalLM", "FalconForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM"),
+                *(
+                    "BloomForCausalLM",
+                    "FalconForCausalLM",
+                    "GPTNeoForCausalLM",
+                    "Gemma3TextModel",
+                    "MptForCausalLM",
+                ),
                 *("GPTNeoXForCausalLM", "GlmForCausalLM", "NemotronForCausalLM"),
                 *("Olmo3ForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
                 *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
