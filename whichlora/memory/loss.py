@@ -143,6 +143,8 @@ def loss_forward_bytes(
     if model.task == "causal-lm" and dtypes.libraries.shifts_logits:
         if widened and upcast_bytes:
             entry -= logits_bytes
+        if trained_head and dtypes.compute_bytes == dtypes.stream_bytes:
+            hidden_bytes //= 2  # a trained head has saved the norm's result
         return tokens * (vocab * (entry + loss_bytes * copied) + hidden_bytes)
     return tokens * vocab * entry
 
