@@ -120,7 +120,7 @@ def logged_timer(job: ResolvedRun, served: Served, calibration: Calibration) -> 
     """Of the steps that logs of the same file on this device state; None where there are none."""
     if job.engine.logged_timer is None:
         return None
-    return job.engine.logged_timer(served, calibration.logged_times())
+    return job.engine.logged_timer(served, calibration.logged_times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
@@ -459,6 +459,10 @@ class LoggedTimes:
     values: Mapping[str, float]
 
 
+ReadLogs: TypeAlias = Callable[[], Sequence[LoggedTimes]]
+"""Reads what logs of the device state, which takes as long as an estimate."""
+
+
 def unequal(gpus: int, nodes: int) -> str:
     """Why GPUs cannot be divided evenly over machines; empty where they can."""
     if gpus % nodes == 0:
@@ -591,7 +595,7 @@ class Engine:
     text_options: Callable[[Libraries, ModelSpec], Mapping[str, OptionValue]] = _no_options
     float16_alone: Mapping[str, str] = field(default_factory=dict)
     stepping: Callable[[Served], Stepping] | None = None
-    logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None
+    logged_timer: Callable[[Served, ReadLogs], CpuTimer | None] | None = None
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _nothing
     prepare: Callable[[Served], str] = _nothing

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
-from whichlora.serving.base import Engine, LoggedTimes, Pool, Served, Start, Stepping
+from whichlora.serving.base import Engine, Pool, ReadLogs, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers
 from whichlora.serving.cpu_timer import CpuTimer, cpu_timer
 from whichlora.serving.ggml_backends import BACKENDS, ggml_backend
@@ -382,11 +382,11 @@ def _untimed(served: Served, placed: Placement) -> str:
     return ""
 
 
-def logged_timer(served: Served, logs: Sequence[LoggedTimes]) -> CpuTimer | None:
-    """The timer of a CPU, by logs of the same file on it."""
+def logged_timer(served: Served, read_logs: ReadLogs) -> CpuTimer | None:
+    """The timer of a CPU, by logs of the same file on it; those of GPUs are not read."""
     if not served.gpu.is_cpu:
         return None
-    return cpu_timer(served, file_type(served), stepping(served), logs)
+    return cpu_timer(served, file_type(served), stepping(served), read_logs())
 
 
 # --- what it refuses --------------------------------------------------------------------------
