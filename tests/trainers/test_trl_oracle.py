@@ -43,6 +43,6 @@ def test_what_the_fused_head_leaves_is_what_its_function_saves_and_returns() -> 
         given = ChunkedLogProbFunction.apply(hidden, head, None, targets, 1.0, 64, None, 1.0, asked)
     held = saved | {each.data_ptr(): each for each in given if each is not None}
     del held[head.data_ptr()]
-    assert log_probability_bytes(model, job.dtypes) * tokens == sum(
+    assert log_probability_bytes(model, job.dtypes, trained_head=0) * tokens == sum(
         each.nbytes for each in held.values()
     )

@@ -476,6 +476,10 @@ def log_probability_bytes(model: ModelSpec, dtypes: Dtypes, *, trained_head: int
 
     The selected hidden states, targets and normaliser; log-probability, entropy, mean logit, and
     whether the target is the largest.
+
+    Args:
+        trained_head: bytes of one element of a head that is trained; 0 for a frozen one.
+
     Kind: exact. Source: TRL 1.16 `ChunkedLogProbFunction.forward`, `_fused_forward`.
     """
     return _selected_bytes(model, dtypes, trained_head) + 12 + 13
