@@ -234,3 +234,4 @@ def test_each_configuration_is_that_of_a_model() -> None:
     assert content["model._component_"] == "torchtune.models.qwen2_5.qwen2_5_1_5b_instruct"
     assert content["optimizer._component_"] == "bitsandbytes.optim.PagedAdamW"
     assert content_of("llama3_1/8B_lora_dpo") is None
+    assert content_of("") is None

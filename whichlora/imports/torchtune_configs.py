@@ -186,5 +186,5 @@ qwen2_5/7B_lora: lora_7b_instruct checkpoints=False
 qwen2_5/7B_lora_single_device: lora_7b_instruct
 """
 _BY_NAME: Mapping[str, str] = {
-    name: rest for name, _, rest in (line.partition(": ") for line in _LINES.split("\n"))
+    name: rest for name, _, rest in (line.partition(": ") for line in _LINES.strip().splitlines())
 }
