@@ -7,16 +7,15 @@ other one says something else.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from whichlora.config.document import read_text
 from whichlora.errors import ConfigError
+from whichlora.imports.notebook import code_cells
 from whichlora.imports.shell_lines import logical_lines
 from whichlora.spec.versions import Libraries, is_version
 
@@ -76,7 +75,7 @@ def pins_of(path: Path, text: str) -> Mapping[str, str]:
 
 def _shell_lines(text: str) -> Iterator[str]:
     """Lines of a notebook that the shell has, with what stands before "!" and "%"."""
-    for source in _cells(text):
+    for source in code_cells(text) or ():  # the reader of its code refuses what is no notebook
         cell = _SHELL_CELL.match(source)
         if cell:
             yield from logical_lines(source[cell.end() :])
@@ -84,14 +83,6 @@ def _shell_lines(text: str) -> Iterator[str]:
         for line in source.replace("\\\n", " ").splitlines():
             if line.lstrip()[:1] in ("!", "%"):
                 yield line
-
-
-def _cells(text: str) -> Iterable[str]:
-    try:
-        cells: list[Any] = json.loads(text)["cells"]
-        return ["".join(each["source"]) for each in cells if each["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ()  # which the reader of its code refuses
 
 
 def _read_line(line: str, folder: Path, pins: _Pins) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.imports.notebook import code_cells
 from whichlora.imports.peft_configs import LORA, config_classes
 from whichlora.imports.python_releases import OLD_ARGUMENTS
 from whichlora.imports.python_values import (
@@ -89,11 +89,9 @@ def _parsed(path: Path, text: str) -> ast.Module:
 
 def _of_notebook(path: Path, text: str) -> ast.Module:
     """The code of its cells; one that is no Python is left out."""
-    try:
-        cells = json.loads(text)["cells"]
-        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ConfigError(f"{path}: is no notebook that can be read") from None
+    sources = code_cells(text)
+    if sources is None:
+        raise ConfigError(f"{path}: is no notebook that can be read")
     tree = ast.Module(body=[], type_ignores=[])
     for number, source in enumerate(sources, 1):
         joined = source.replace("\\\n", " ")  # a command of the shell may go over several lines
