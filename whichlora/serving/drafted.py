@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DraftedBy = Literal["layer", "eagle", "eagle3", "model", "text"]
+BY_A_DRAFTER: frozenset[DraftedBy] = frozenset({"eagle", "eagle3", "model"})  # its own checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,4 +29,4 @@ class Drafts:
     @property
     def has_drafter(self) -> bool:
         """Whether another model drafts, whose config has to be known."""
-        return self.by in ("eagle", "eagle3", "model")
+        return self.by in BY_A_DRAFTER

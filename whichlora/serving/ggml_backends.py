@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
 
-FP32, FP16 = 4, 2
+FP32, FP16 = 4, 2  # bytes of activations, of masks with flash attention
 IN_BLOCKS = frozenset({"q8_0", "q5_1", "q5_0", "q4_1", "q4_0"})
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from whichlora.serving.ggml_backends import CUDA, FusedAttention, GgmlBackend
+from whichlora.serving.ggml_backends import CUDA, FP16, FP32, FusedAttention, GgmlBackend
 from whichlora.serving.ggml_buffer import HOST, Graph
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.layer import Attention, Layer, Mlp, Moe
@@ -18,7 +18,7 @@ from whichlora.spec.numeric import ceil_div
 if TYPE_CHECKING:
     from whichlora.serving.gguf_architectures.base import Architecture
 
-FP32, FP16, INDEX = 4, 2, 8  # bytes of activations, of masks with flash attention, of row numbers
+INDEX = 8  # bytes of a row number
 # Layers that are laid out of each end of a model; between them the layout repeats.
 _FIRST, _LAST = 4, 2
 

@@ -17,8 +17,7 @@ from whichlora.memory.entries import Entry
 from whichlora.serving.base import Engine, Pool, ReadLogs, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers
 from whichlora.serving.cpu_timer import CpuTimer, cpu_timer
-from whichlora.serving.ggml_backends import BACKENDS, ggml_backend
-from whichlora.serving.ggml_graph import FP32
+from whichlora.serving.ggml_backends import BACKENDS, FP32, ggml_backend
 from whichlora.serving.gguf import (
     BLOCKS,
     FILE_TYPES,

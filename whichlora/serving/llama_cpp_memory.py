@@ -13,9 +13,9 @@ from functools import lru_cache
 
 from whichlora.memory import allocator
 from whichlora.serving.base import Served
-from whichlora.serving.ggml_backends import ggml_backend
+from whichlora.serving.ggml_backends import FP32, ggml_backend
 from whichlora.serving.ggml_buffer import HOST
-from whichlora.serving.ggml_graph import FP32, Batch, LayerPlace, compute_bytes
+from whichlora.serving.ggml_graph import Batch, LayerPlace, compute_bytes
 from whichlora.serving.gguf import Tensor, row_bytes, tensors
 from whichlora.serving.gguf_architectures import architecture_of
 from whichlora.serving.llama_cpp_overrides import OVERRIDES, overridden

@@ -12,6 +12,7 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Engine, Served, Start, Stepping
 from whichlora.serving.command import HEAD_NODE, NODES, nodes_note, shell_command
+from whichlora.serving.drafted import BY_A_DRAFTER
 from whichlora.serving.drafts import (
     ACCEPTED,
     NOTE,
@@ -552,7 +553,7 @@ def _drafter_of(options: Mapping[str, OptionValue]) -> str:
     """The model that drafts, where it is another one."""
     asked = draft_settings(str(options[DRAFTS])) if options.get(DRAFTS) else {}
     by = METHODS.get(str(asked.get("method")))
-    return str(asked.get("model", "")) if by in ("eagle", "eagle3", "model") else ""
+    return str(asked.get("model", "")) if by in BY_A_DRAFTER else ""
 
 
 def _check_adapters(served: Served) -> None:

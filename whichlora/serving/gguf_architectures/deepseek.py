@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whichlora.serving.ggml_backends import FusedAttention
+from whichlora.serving.ggml_backends import FP16, FP32, FusedAttention
 from whichlora.serving.ggml_buffer import HOST
-from whichlora.serving.ggml_graph import FP16, FP32, INDEX, Batch, Builder, mask_of
+from whichlora.serving.ggml_graph import INDEX, Batch, Builder, mask_of
 from whichlora.serving.gguf import Tensor, layer_tensors
 from whichlora.serving.gguf_architectures.base import Architecture
 from whichlora.spec.layer import Attention, Layer

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from whichlora.serving.ggml_backends import FP32
 from whichlora.serving.ggml_graph import (
-    FP32,
     Builder,
     dense,
     mixed,

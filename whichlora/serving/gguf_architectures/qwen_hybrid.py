@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whichlora.serving.ggml_graph import FP32, Builder, attend, fed, mixed, rotations, turned_back
+from whichlora.serving.ggml_backends import FP32
+from whichlora.serving.ggml_graph import Builder, attend, fed, mixed, rotations, turned_back
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
 from whichlora.serving.gguf_architectures.base import Architecture, convolved
 from whichlora.spec.layer import Attention, Layer
