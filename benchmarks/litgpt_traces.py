@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trace_records import DrawnRuns, Line, first_accepted, live_bytes
+from trace_records import DrawnRuns, Line, first_accepted, live_bytes, live_peak
 from trainer_traces import job_of
 
 from whichlora.predict.resolve import ResolvedRun
@@ -128,17 +128,7 @@ def lit_config(job: ResolvedRun) -> Any:
 
 def traced(line: Line) -> int:
     """Live bytes at the peak of LitGPT's code on fake tensors, loading left out."""
-    peak = live = 0
-    sizes: dict[int, int] = {}
-    for event in _events(job_of(line)):
-        if event.num_bytes is None:
-            live -= sizes.pop(event.storage)
-        else:
-            sizes[event.storage] = event.num_bytes
-            live += event.num_bytes
-        if event.moment not in ("load", "adapters"):
-            peak = max(peak, live)
-    return peak
+    return live_peak(_events(job_of(line)))
 
 
 def _events(job: ResolvedRun) -> list[Any]:

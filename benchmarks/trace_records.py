@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.allocator import REMAINDERS
@@ -22,6 +22,9 @@ from whichlora.memory.loading import UNSPLIT_WEIGHTS
 from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import added
+
+if TYPE_CHECKING:
+    from whichlora.tracer.extrapolate import TracedEvent
 
 Line = dict[str, Any]
 
@@ -47,11 +50,16 @@ def traced_peaks(job: ResolvedRun, config: Mapping[str, Any]) -> dict[str, int]:
     """The same, and what the allocator's rules reserve for all of it, loading included."""
     from whichlora.tracer.trace import trace
 
+    events = list(trace(job.run, config, target_modules=job.peft_targets))
+    requests = [(event.storage, event.num_bytes) for event in events]
+    return {"traced": live_peak(events), "reserved": replay(requests).peak_reserved_bytes}
+
+
+def live_peak(events: Iterable[TracedEvent]) -> int:
+    """Live bytes at the peak of what a trace recorded, loading left out."""
     peak = live = 0
     sizes: dict[int, int] = {}
-    requests: list[tuple[int, int | None]] = []
-    for event in trace(job.run, config, target_modules=job.peft_targets):
-        requests.append((event.storage, event.num_bytes))
+    for event in events:
         if event.num_bytes is None:
             live -= sizes.pop(event.storage)
         else:
@@ -59,7 +67,7 @@ def traced_peaks(job: ResolvedRun, config: Mapping[str, Any]) -> dict[str, int]:
             live += event.num_bytes
         if event.moment not in ("load", "adapters"):
             peak = max(peak, live)
-    return {"traced": peak, "reserved": replay(requests).peak_reserved_bytes}
+    return peak
 
 
 def read(path: Path) -> Iterator[Line]:
