@@ -157,6 +157,13 @@ def test_heads_without_fused_attention_have_no_narrow_caches() -> None:
     assert predicted("m4-max-128gb", run).serving is not None
 
 
+def test_values_that_are_a_part_of_the_keys_have_their_type() -> None:
+    latents = replace(RUN, model="deepseek-ai/DeepSeek-V2-Lite")
+    keys = parts_of(predicted("m4-max-128gb", latents, cache_type_k="q8_0"))
+    both = predicted("m4-max-128gb", latents, cache_type_k="q8_0", cache_type_v="q8_0")
+    assert keys == parts_of(both)
+
+
 def test_caches_of_two_types_leave_fused_attention_where_nobody_asks_for_it() -> None:
     prediction = predicted("m4-pro-24gb", cache_type_k="q8_0")
     assert any("Metal has no fused attention for these" in note for note in prediction.notes)

@@ -65,7 +65,7 @@ def uses_flash(served: Served) -> bool:
 
 def has_flash(served: Served) -> bool:
     """Whether its backend has fused attention for this model and these caches."""
-    keys, values = (str(served.options[f"cache_type_{each}"]) for each in "kv")
+    keys, values = (each.lower() for each in cache_types(served))
     return ggml_backend(served.gpu).has_flash(_head_dims(served.model), keys, values)
 
 
