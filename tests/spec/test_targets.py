@@ -117,6 +117,7 @@ def test_a_module_that_is_not_known_is_refused_of_types_whose_paths_are_not() ->
         (r".*\.(q_proj|v_proj)", ("q_proj", "v_proj")),
         (r"model\.layers\.\d+\.mlp\..*", ("down_proj", "gate_proj", "up_proj")),
         (r"(?!.*vision).*self_attn\.(q|k|v|o)_proj$", ("k_proj", "o_proj", "q_proj", "v_proj")),
+        (r"(\w+\.)*mlp\.(up|down)_proj", ("down_proj", "up_proj")),
     ],
 )
 def test_a_pattern_is_of_whole_names(pattern: str, names: tuple[str, ...]) -> None:
@@ -129,8 +130,8 @@ def test_a_pattern_is_of_whole_names(pattern: str, names: tuple[str, ...]) -> No
     [
         (r".*\.layers\.[01]\..*q_proj", r"is a part of the layers called 'q_proj'"),
         (r"q_proj", "is no linear layer"),  # of a whole name
-        (r"(.*)*q_proj", "a pattern that repeats a group"),
-        (r".*(q_proj", "is no pattern"),
+        (r".*(q_proj", "can't be read: a group has no end; name layers"),
+        (".*" * 25 + "~", "is no linear layer"),  # `re` never ends
     ],
 )
 def test_what_a_pattern_can_not_mean_is_refused(pattern: str, complaint: str) -> None:

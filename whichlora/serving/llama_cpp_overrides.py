@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 
 from whichlora.errors import ConfigError
 from whichlora.serving.llama_cpp_split import MOVED_NAMES, Moved
-from whichlora.serving.name_pattern import search
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.name_pattern import search
 
 OVERRIDES = "override_tensor"
 _ACCEPTED = "give exps=CPU, another pattern of whole experts or MLPs, n_cpu_moe or n_gpu_layers"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,6 +10,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.architecture import ModelSpec, layers_in_order, parts_of
 from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.module_paths import LINEAR_PATHS
+from whichlora.spec.name_pattern import whole
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, DEFAULT_TARGETS
 
 # What PEFT adapts of each type of model where nobody names layers.
@@ -198,8 +198,6 @@ _MLP_MODULES = frozenset(
 )
 
 PATTERN = "re:"  # how a target begins that PEFT is told as a text: a pattern of whole names
-_MOST_OF_A_PATTERN = 2000
-_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")  # whose search may take forever
 
 
 @cache
@@ -257,7 +255,12 @@ def _of_pattern(model: ModelSpec, text: str, candidates: Mapping[str, Linear]) -
     Raises:
         ConfigError: a pattern that can't be read, or that means a part of the layers of a name.
     """
-    pattern = _compiled(text)
+    try:
+        is_match = whole(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"target_modules: the pattern {text!r} can't be read: {error}; name layers"
+        ) from None
     paths = _paths(model.model_type)
     if not paths:
         raise ConfigError(
@@ -266,7 +269,7 @@ def _of_pattern(model: ModelSpec, text: str, candidates: Mapping[str, Linear]) -
         )
     places: dict[str, list[bool]] = {}
     for path in paths:
-        matches = [bool(pattern.fullmatch(each)) for each in _whole_names(model, path)]
+        matches = [is_match(each) for each in _whole_names(model, path)]
         places.setdefault(path.rpartition(".")[2], []).extend(matches)
     names = {leaf for leaf, matches in places.items() if any(matches)}
     for leaf in sorted(names):
@@ -280,18 +283,6 @@ def _of_pattern(model: ModelSpec, text: str, candidates: Mapping[str, Linear]) -
                 f"target_modules: {text!r} asks for an adapter of {leaf!r}, which is not predicted"
             )
     return names
-
-
-def _compiled(text: str) -> re.Pattern[str]:
-    if len(text) > _MOST_OF_A_PATTERN or _REPEATED_GROUP.search(text):
-        raise ConfigError(
-            "target_modules: a pattern that repeats a group, or has more than "
-            f"{_MOST_OF_A_PATTERN} letters, is not read; name layers"
-        )
-    try:
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"target_modules: {text!r} is no pattern: {error}") from None
 
 
 def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> Linear | None:
