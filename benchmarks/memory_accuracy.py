@@ -270,20 +270,28 @@ def left_out(lines: Iterable[dict[str, Any]]) -> str:
     return markdown_table(("n", "why"), rows, first_figure=1)
 
 
-def kept(drawn: Sequence[tuple[int, RunConfig]], path: Path) -> list[Compared]:
-    """The runs of `drawn` that were traced, by their lines in `path`."""
+def kept_lines(path: Path) -> Iterator[tuple[int, RunConfig, dict[str, Any]]]:
+    """All runs that were tried, with their lines.
+
+    A draw chooses among the models that are known, so what was drawn when there were fewer is read
+    here, not drawn again.
+    """
+    for number, line in enumerate(samples.read_lines(path)):
+        yield number, RunConfig.from_dict(line["run"]), line
+
+
+def kept(path: Path) -> list[Compared]:
+    """The runs that were traced."""
     return [
-        Compared(index, run, line, samples.predicted(run))
-        for index, run, line in lines_of(drawn, path=path, trace=False, retrace=False)
+        Compared(number, run, line, samples.predicted(run))
+        for number, run, line in kept_lines(path)
         if "refused" not in line
     ]
 
 
-def later_draw(seed: int, file_name: str, text: str, num_drawn: int) -> str:
+def later_draw(seed: int, file_name: str, text: str) -> str:
     """What the formulas said of another draw before they were mended by it, and what they say."""
-    drawn = [(index, samples.draw(seed, index)) for index in range(num_drawn)]
-    path = samples.TRACES / file_name
-    compared = kept(drawn, path)
+    compared = kept(samples.TRACES / file_name)
     row = ("**all**", *summary([one.error for one in compared]))
     now = markdown_table(
         (f"seed {seed}, today", "n", "median", "p95", "worst high", "worst low"),
@@ -293,9 +301,9 @@ def later_draw(seed: int, file_name: str, text: str, num_drawn: int) -> str:
     return f"{text}\n\n{now}\n\n{far_off(compared)}".replace("%\n", " %\n")
 
 
-def apart(runs: Sequence[RunConfig], path: Path, title: str = "family") -> str:
+def apart(path: Path, title: str = "family") -> str:
     """Runs that are none of the draws, grouped by `title`."""
-    compared = kept(list(enumerate(runs)), path)
+    compared = kept(path)
     if not compared:
         return "None is traced yet."
     table = grouped(compared, title)
@@ -304,17 +312,15 @@ def apart(runs: Sequence[RunConfig], path: Path, title: str = "family") -> str:
     return f"{table}\n\n{far_off(compared)}".replace("%\n", " %\n")
 
 
-def document(
-    compared: Sequence[Compared], lines: Sequence[dict[str, Any]], *, seed: int, num_drawn: int
-) -> str:
+def document(compared: Sequence[Compared], lines: Sequence[dict[str, Any]], *, seed: int) -> str:
     names = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     today = datetime.datetime.now(datetime.UTC).date()
     parts = [
         "# Accuracy of the ledger against the trace",
         f"Made by `benchmarks/memory_accuracy.py --write` on {today}, Python "
-        f"{platform.python_version()}, {versions}; no GPU was used. {num_drawn} runs drawn with "
-        f"seed {seed} from all families, {len(lines)} of them tried so far, {len(compared)} traced "
+        f"{platform.python_version()}, {versions}; no GPU was used. {len(lines)} runs drawn with "
+        f"seed {seed} from the models known then, {len(compared)} of them traced "
         "([trace.md](../trace.md)). Errors are of the peak of allocated memory, predicted over "
         "traced, less one: positive is too high. Nothing was fitted.",
         *(f"## By {title}\n\n{grouped(compared, title)}" for title in GROUPS),
@@ -327,34 +333,37 @@ def document(
         f"{reserved(compared)}\n\n{far_off_reserve(compared)}",
         f"## Runs further off than {FAR_OFF:.0%}\n\n{far_off(compared)}".replace("%\n", " %\n"),
         *(
-            f"## Draw {number}\n\n{later_draw(*draw, num_drawn)}"
+            f"## Draw {number}\n\n{later_draw(*draw)}"
             for number, draw in enumerate(LATER_DRAWS, start=2)
         ),
-        "## Types that came later\n\n"
-        f"{apart(samples.later_runs(), samples.LATER_TRACES)}\n\n{NEWEST_TEXT}\n\n"
-        f"{apart(samples.newest_runs(), samples.NEWEST_TRACES)}\n\n{LATEST_TEXT}\n\n"
-        f"{apart(samples.latest_runs(), samples.LATEST_TRACES)}",
+        f"## Types that came later\n\n{apart(samples.LATER_TRACES)}\n\n{NEWEST_TEXT}\n\n"
+        f"{apart(samples.NEWEST_TRACES)}\n\n{LATEST_TEXT}\n\n{apart(samples.LATEST_TRACES)}",
         f"## One run of each type\n\n{EVERY_TYPE_TEXT}",
-        apart(samples.every_type_runs(), samples.EVERY_TYPE_TRACES, "mode"),
+        apart(samples.EVERY_TYPE_TRACES, "mode"),
         f"## Left out\n\n{left_out(lines)}",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def lines_of(
-    chosen: Sequence[tuple[int, RunConfig]], *, path: Path, trace: bool, retrace: bool
+def _key(run: RunConfig) -> str:
+    """What two runs share that are the same when read back."""
+    return json.dumps(samples.settings(RunConfig.from_dict(samples.settings(run))))
+
+
+def traced_lines(
+    chosen: Sequence[tuple[int, RunConfig]], *, path: Path, retrace: bool
 ) -> Iterator[tuple[int, RunConfig, dict[str, Any]]]:
-    """The lines of the chosen runs; missing ones are traced and appended."""
-    known = {json.dumps(line["run"]): line for line in samples.read_lines(path)}
+    """The lines of the chosen runs; missing ones are traced, and kept in the file."""
+    lines = [line for _, _, line in kept_lines(path)]
+    places = {_key(run): place for place, run, _ in kept_lines(path)}
     for index, run in chosen:
-        line = known.get(json.dumps(samples.settings(run)))
-        if trace and (line is None or retrace):
+        place = places.setdefault(_key(run), len(lines))
+        if retrace or place == len(lines):
             with contextlib.redirect_stdout(sys.stderr):
-                line = samples.traced(run)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        if line is not None:
-            yield index, run, line
+                lines[place : place + 1] = [samples.traced(run)]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            path.write_text(text, encoding="utf-8")
+        yield index, run, lines[place]
 
 
 def main() -> None:
@@ -376,6 +385,8 @@ def main() -> None:
     for name, (_, runs, path) in samples.APART.items():
         if getattr(options, name.replace("-", "_")):
             drawn, options.traces = list(enumerate(runs())), path
+    if options.no_trace:
+        drawn = [(index, run) for index, run, _ in kept_lines(options.traces)]
     drawn = drawn[wanted]
     if options.only:
         drawn = [
@@ -384,9 +395,7 @@ def main() -> None:
             if options.only in f"{samples.model_type(run)} {samples.settings(run)}"
         ]
     compared, lines = [], []
-    for index, run, line in lines_of(
-        drawn, path=options.traces, trace=not options.no_trace, retrace=options.retrace
-    ):
+    for index, run, line in traced_lines(drawn, path=options.traces, retrace=options.retrace):
         lines.append(line)
         if "refused" in line:
             print(f"{index:4} {'refused':>8}  {line['refused'][:120]}", file=sys.stderr)
@@ -398,7 +407,7 @@ def main() -> None:
             file=sys.stderr,
             flush=True,
         )
-    text = document(compared, lines, seed=options.seed, num_drawn=len(drawn))
+    text = document(compared, lines, seed=options.seed)
     print(text)
     if options.write:
         DOCUMENT.write_text(text, encoding="utf-8")

@@ -530,16 +530,9 @@ def read_lines(path: Path = FIRST_TRACES) -> Iterator[dict[str, Any]]:
 def as_traced(job: ResolvedRun) -> ResolvedRun:
     """`job` without what no trace sees: buffers inside kernels; fp16 is traced as bf16 is.
 
-    All kept traces begin with the warm-up block of loading. Those up to 2026-11 have losses of
-    16-bit logits as a CPU's autocast runs them; the tracer has them as CUDA does since.
+    All kept traces begin with the warm-up block of loading.
     """
-    dtypes = replace(
-        job.dtypes,
-        kernel_buffers=False,
-        fused_fp16_softmax=False,
-        loads_at_once=True,
-        widens_cross_entropy=True,
-    )
+    dtypes = replace(job.dtypes, kernel_buffers=False, fused_fp16_softmax=False, loads_at_once=True)
     return replace(job, dtypes=dtypes)
 
 

@@ -56,6 +56,22 @@ def canifinetune(arguments: dict[str, Any]) -> Answer:
     return {"bytes": (memory.total_estimated_gb - memory.safety_margin_gb) * GIB}
 
 
+def fitcheck_llm(arguments: dict[str, Any]) -> Answer:
+    """Its sum for a config and the parameter count that the Hub would state, without asking it."""
+    from fitcheck import ModelConfig, TrainingConfig, config_parser, estimate, get_gpu
+
+    name, config = arguments["model_id"], arguments["config"]
+    config_parser._reject_unsupported(config, name)
+    fields = config_parser._parse_fields(config)
+    num_params = config_parser._reconcile_param_count(
+        name, arguments["num_params"], config_parser._count_params(fields)
+    )
+    sizes = {one: getattr(fields, one) for one in fields.__dataclass_fields__}
+    model = ModelConfig(name=name, num_params=num_params, **sizes)
+    found = estimate(model, TrainingConfig(**arguments["settings"]), get_gpu(**arguments["gpu"]))
+    return {"bytes": found.total_mib * UNITS["MiB"]}
+
+
 def fitscout(arguments: dict[str, Any]) -> Answer:
     from fitscout.memory.estimator import estimate_memory
     from fitscout.model.profile import ModelProfile
@@ -125,7 +141,7 @@ def _model_folder(config: dict[str, Any]) -> Iterator[Path]:
 
 ADAPTERS: dict[str, Callable[[dict[str, Any]], Answer]] = {
     one.__name__: one
-    for one in (accelerate, canifinetune, fitscout, fm_training_estimator, ftuneai)
+    for one in (accelerate, canifinetune, fitcheck_llm, fitscout, fm_training_estimator, ftuneai)
 }
 
 

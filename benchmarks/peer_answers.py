@@ -6,10 +6,11 @@ needs none of the tools.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,25 +29,17 @@ from whichlora.predict.resolve import resolve
 ANSWERS = Path(__file__).with_name("peer_answers.jsonl")
 ADAPTERS = Path(__file__).with_name("peer_adapters.py")
 OURS = "WhichLoRA"
-QUANTITIES: tuple[Quantity, ...] = ("peak_allocated", "device_used", "perhaps_device_used")
-UNASKED = {  # sources that came after the tools were asked
-    "fitcheck_t4",
-    "jenga_reproduction",
-    "litgpt_config_hub",
-    "litgpt_resource_tables",
-    "nntile_overhead",
-    "torchtune_readme",
-    "transformers_docs",
-    "trl_notebooks",
-    "unsloth_notebooks",
-}
+QUANTITIES: tuple[Quantity, ...] = (
+    *("peak_allocated", "peak_reserved", "device_used"),
+    "perhaps_device_used",
+)
 CARDS = {"fsdp_qlora": "t4-16gb"}  # a 16 GB card that is not named; one tool reserves a share of it
 
 # --- asking --------------------------------------------------------------------------------------
 
 
 @cache
-def rows() -> tuple[Observation, ...]:
+def published_rows() -> tuple[Observation, ...]:
     """The published fine-tuning runs with the peak of a counter."""
     return tuple(
         one
@@ -54,7 +47,6 @@ def rows() -> tuple[Observation, ...]:
         if isinstance(one, Observation)
         and one.run.phase == "finetune"
         and one.quantity in QUANTITIES
-        and one.source not in UNASKED
     )
 
 
@@ -69,9 +61,9 @@ def key_of(arguments: Arguments) -> str:
 
 
 def requests(tool: str) -> dict[str, Arguments]:
-    """Each different question that the rows ask of `tool`."""
+    """Each different question that the published rows ask of `tool`."""
     found = {}
-    for one in rows():
+    for one in published_rows():
         try:
             arguments = request(tool, one)
         except NoArgumentError:
@@ -103,7 +95,8 @@ def ask_again(tools: Iterable[str], python: str) -> None:
     found = kept + [one for tool in tools for one in ask(tool, python)]
     found.sort(key=lambda one: (one["tool"], one["asked"]))
     ANSWERS.write_text("".join(json.dumps(one) + "\n" for one in found), encoding="utf-8")
-    kept_answers.cache_clear()
+    for each in (kept_answers, rows):
+        each.cache_clear()
 
 
 @cache
@@ -115,6 +108,25 @@ def kept_answers() -> dict[tuple[str, str], dict[str, Any]]:
 
 def version_of(tool: str) -> str:
     return next(str(one["version"]) for (name, _), one in kept_answers().items() if name == tool)
+
+
+@cache
+def rows() -> tuple[Observation, ...]:
+    """The published rows that were there when the tools were asked."""
+    unasked = {
+        (tool, key)
+        for tool in REQUESTS
+        for key in requests(tool)
+        if (tool, key) not in kept_answers()
+    }
+    return tuple(one for one in published_rows() if not unasked & set(_questions(one)))
+
+
+def _questions(one: Observation) -> Iterator[tuple[str, str]]:
+    """What `one` asks of which tool, by its digest."""
+    for tool in REQUESTS:
+        with contextlib.suppress(NoArgumentError):
+            yield tool, key_of(request(tool, one))
 
 
 # --- comparing -----------------------------------------------------------------------------------
@@ -139,8 +151,11 @@ def ours() -> tuple[Answer, ...]:
     for one in rows():
         job = resolve(one.model, one.run, gpu_of(one.gpu))
         memory, _ = memory_prediction(judged_run(job, prior_calibration(job.gpu)))
-        allocated = one.quantity == "peak_allocated"
-        low, high = memory.allocated_interval_bytes if allocated else memory.interval_bytes
+        stated = {
+            "peak_allocated": memory.allocated_interval_bytes,
+            "peak_reserved": memory.reserved_interval_bytes,
+        }
+        low, high = stated.get(one.quantity, memory.interval_bytes)
         found.append(Answer(one, predicted_bytes(one) / one.value - 1, low <= one.value <= high))
     return tuple(found)
 
@@ -155,9 +170,7 @@ def theirs(tool: str) -> tuple[Answer | str, ...]:
         except NoArgumentError as reason:
             found.append(str(reason))
             continue
-        answer = kept_answers().get((tool, asked))
-        if answer is None:
-            raise SystemExit(f"{ANSWERS.name} lacks an answer of {tool}: ask it with --python PATH")
+        answer = kept_answers()[tool, asked]
         if "unanswered" in answer:
             found.append(answer["unanswered"])
             continue

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from whichlora.errors import ConfigError
 from whichlora.methods import weight_dtype
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.layer import Layer
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, FP32_PRECISIONS, RunConfig
-from whichlora.units import GiB
+from whichlora.spec.targets import resolve_targets
+from whichlora.units import GiB, MiB
 
 Arguments = dict[str, Any]
 Scope = Literal["qv", "attention", "all"]
@@ -36,8 +39,16 @@ class Shape:
     experts_per_token: int
 
 
+def _whole_layer(model: ModelSpec) -> Layer:
+    """The first layer that has what estimators ask the sizes of."""
+    for layer, _ in model.layers():
+        if layer.attentions and (layer.moe or layer.mlp):
+            return layer
+    raise NoArgumentError("no layer has attention and an MLP: no such sizes")
+
+
 def shape_of(model: ModelSpec) -> Shape:
-    layer, _ = next(model.layers())
+    layer = _whole_layer(model)
     attention = layer.attentions[0]
     mlp = layer.moe.expert if layer.moe else layer.mlp
     assert mlp is not None
@@ -52,7 +63,7 @@ def shape_of(model: ModelSpec) -> Shape:
 
 def scope_of(model: ModelSpec, run: RunConfig) -> Scope:
     """Which of the groups of layers that estimators know the adapters sit on."""
-    layer, _ = next(model.layers())
+    layer = _whole_layer(model)
     targets = set(run.target_modules)
     if targets == {ALL_LINEAR} or targets == {linear.name for linear in layer.linears}:
         return "all"
@@ -92,7 +103,7 @@ def _known_family(model: ModelSpec) -> str:
 
     "Use a supported family" is what it says to others.
     """
-    layer, _ = next(model.layers())
+    layer = _whole_layer(model)
     names = {linear.name for linear in layer.linears}
     by_name = {"c_fc": "gpt2", "gate_proj": "llama"}
     known = ("gemma", "gpt2", "llama", "mistral", "mixtral", "phi", "phi3", "qwen2")
@@ -122,6 +133,7 @@ def canifinetune(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
         override["quantization_config"] = {"quant_method": quant.partition("-")[0]}
         name = f"{name}-{quant}"
     bnb = {"nf4": "nf4", "nf4-dq": "nf4_double_quant", "fp4": "fp4", "int8": "int8"}
+    same_states = dict.fromkeys(("adamw_hf", "paged_adamw_32bit"), "adamw_torch")
     scopes = {"qv": "conservative", "attention": "attention", "all": "all_linear"}
     return {
         "model_id": name,
@@ -137,9 +149,9 @@ def canifinetune(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
         "lora_alpha": run.lora_alpha,
         "lora_dropout": run.lora_dropout,
         "lora_target_scope": scopes[scope_of(model, run)],
-        "optimizer": run.optimizer,
+        "optimizer": same_states.get(run.optimizer, run.optimizer),
         "gradient_checkpointing": run.gradient_checkpointing,
-        "attention_implementation": run.attn,
+        "attention_implementation": run.attn.partition("-")[0],  # SDPA, whichever its kernel
         "loss_backend": "liger" if run.loss_head == "liger" else "stock",
     }
 
@@ -237,7 +249,45 @@ def ftuneai(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
     }
 
 
+def _names(model: ModelSpec, run: RunConfig) -> list[str]:
+    """Each layer that gets an adapter, by its name."""
+    try:
+        return list(resolve_targets(model, run.target_modules))
+    except ConfigError:  # those of another library's layers
+        raise NoArgumentError(f"target_modules {', '.join(run.target_modules)}") from None
+
+
+def fitcheck_llm(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Arguments:
+    dtype, method = weight_dtype(run), _method(run)
+    quants = {"none": "none", "nf4": "nf4", "nf4-dq": "nf4", "int8": "int8"}
+    if (run.quant or "none") not in quants:
+        raise NoArgumentError(f"{run.quant}: not among its quantisations")
+    adapters: Arguments = {"lora_rank": None}
+    if method != "full":
+        adapters = {"lora_rank": run.r, "lora_targets": _names(model, run)}
+    return {
+        "model_id": model.name,
+        "config": config_of(model, run),
+        "num_params": model.num_params,
+        # the one card whose context and fragmentation it has measured
+        "gpu": {"name": "t4"} if gpu.key == "t4-16gb" else {"vram_mib": gpu.memory_bytes // MiB},
+        "settings": {
+            **adapters,
+            "precision": SHORT_NAMES[dtype],
+            "quantization": quants[run.quant or "none"],
+            "double_quant": run.quant == "nf4-dq",
+            "optimizer": "adamw8bit" if "8bit" in run.optimizer else "adamw",
+            "optimizer_dtype": "bf16" if method == "full" and dtype == "bfloat16" else "fp32",
+            "batch_size": run.batch_size,
+            "seq_len": run.seq_len,
+            "grad_checkpoint": run.gradient_checkpointing,
+            "flash_attn": run.attn != "eager",  # SDPA keeps no matrix of scores either
+            "grad_accum_steps": run.gradient_accumulation_steps,
+        },
+    }
+
+
 REQUESTS: dict[str, Callable[[ModelSpec, RunConfig, GpuSpec], Arguments]] = {
     one.__name__: one
-    for one in (accelerate, canifinetune, fitscout, fm_training_estimator, ftuneai)
+    for one in (accelerate, canifinetune, fitcheck_llm, fitscout, fm_training_estimator, ftuneai)
 }

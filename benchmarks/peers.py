@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from peer_answers import (
     is_stock,
     of_counter,
     place,
+    published_rows,
     rows,
     theirs,
     version_of,
@@ -38,13 +40,18 @@ README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- peers.py -->\n", "<!-- end -->"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "accuracy" / "peers.md"
 FAR_TOO_LOW = -0.05
-STATED: tuple[Quantity, ...] = ("peak_allocated", "device_used")
+STATED: tuple[Quantity, ...] = ("peak_allocated", "peak_reserved", "device_used")
 TITLES: dict[Quantity, str] = {
     "peak_allocated": "Peak allocated",
+    "peak_reserved": "Peak reserved",
     "device_used": "Used on the device",
     "perhaps_device_used": "Counter not stated",
 }
-SHORT: dict[Quantity, str] = {"peak_allocated": "allocated", "device_used": "device used"}
+SHORT: dict[Quantity, str] = {
+    "peak_allocated": "allocated",
+    "peak_reserved": "reserved",
+    "device_used": "device used",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +77,27 @@ class Tool:
 
 TOOLS: dict[str, Tool] = {
     "canifinetune": Tool(
-        counters=STATED,
+        counters=("peak_reserved",),
         asked="`estimate(EstimateRequest(...))`, `use_network=False`",
-        claims='"process torch peak reserved", safety margin apart; nobody published that counter '
-        "of a fine-tuning run, so the better of the two",
+        claims='"process torch peak reserved", safety margin apart',
         silent="kernels but Liger's",
         adds_up="14 bytes per logit, three copies for AdamW, and 8 % of the card as overhead",
         interval='no: a grade, "not a calibrated probability interval"',
+    ),
+    "fitcheck_llm": Tool(
+        counters=("device_used", "peak_reserved"),
+        asked="`estimate(ModelConfig(...), TrainingConfig(...), get_gpu(...))`",
+        claims='"peak VRAM", of which its measured runs take the reserved peak and the context of '
+        "CUDA; the better of the two",
+        silent="kernels, states but AdamW's; mixtures and models with images are refused",
+        adds_up="3.5 to 4 fp32 copies of the logits or one layer, 34 tensors of it; constants "
+        "of the T4 fitted to runs that are rows here (`fitcheck_t4`), of others 500 MiB and 5 %",
     ),
     "fitscout": Tool(
         counters=STATED,
         asked="`estimate_memory(ModelProfile(...), ...)`",
         claims='"real measured peak VRAM": its calibration reads `max_memory_allocated`, its sum '
-        "has 1.5 GiB of CUDA context; the better of the two",
+        "has 1.5 GiB of CUDA context; the best of the three",
         silent="targets, attention, optimizers but 8-bit ones, kernels",
         adds_up="14 bytes per logit, fp32 states and an fp32 copy of all that is trained (12 bytes "
         "per parameter, whatever its dtype), one input per layer under checkpointing",
@@ -99,7 +114,7 @@ TOOLS: dict[str, Tool] = {
     "fm_training_estimator": Tool(
         counters=STATED,
         asked="`sdk.estimate_memory(EstimateInput(...))`, theory",
-        claims='"total memory taken by that configuration"; the better of the two',
+        claims='"total memory taken by that configuration"; the best of the three',
         silent="kernels; QLoRA needs a regressor trained on one's own runs",
         adds_up="one layer's activations with the matrix of scores, whatever the attention; with "
         "LoRA the inputs of the adapters alone; no logits",
@@ -107,7 +122,7 @@ TOOLS: dict[str, Tool] = {
     "accelerate": Tool(
         counters=STATED,
         asked="the functions of `accelerate estimate-memory`",
-        claims='"how much training memory is needed for a batch size of 1"; the better of the two',
+        claims='"how much training memory is needed for a batch size of 1"; the best of the three',
         silent="method, rank, batch, length, checkpointing, attention, kernels",
         adds_up="the weights, gradients and Adam's states of the whole model; no activations",
         limits="-",
@@ -204,6 +219,22 @@ def by_method(quantity: Quantity) -> str:
     return markdown_table(("tool", "full", "LoRA", "QLoRA"), lines)
 
 
+def by_source(quantity: Quantity) -> str:
+    """Medians by who measured, and how many rows each tool answers."""
+    lines = []
+    for source in sorted({one.source for one in rows() if one.quantity == quantity}):
+        cells = [source]
+        for tool in (OURS, *TOOLS):
+            found = [
+                one.error
+                for one in answers(tool, of_counter(quantity))
+                if one.observation.source == source
+            ]
+            cells.append(f"{summary(found).cells()[1]} ({len(found)})" if found else "-")
+        lines.append(cells)
+    return markdown_table(("source", OURS, *TOOLS), lines)
+
+
 def intervals() -> Iterator[str]:
     for tool in (OURS, *TOOLS):
         for quantity in STATED:
@@ -215,9 +246,21 @@ def intervals() -> Iterator[str]:
                 yield f"- {tool}, {what}: {held} of {len(found)}; {above} lie above it."
 
 
+def _kind(reason: str) -> str:
+    """What several reasons share: of one's own the last words, of others' all but their values."""
+    for own in ("not among its methods", "not among its quantisations", "no such set"):
+        if reason.endswith(own):
+            return own
+    values = re.compile(r"'[^']*'|[+-]?\d[\d,.]*")
+    return re.sub(r"(target_modules) .*", r"\1", values.sub("…", reason)).partition(". ")[0]
+
+
 def unanswered() -> str:
     reasons = Counter(
-        (tool, reason) for tool in TOOLS for reason in theirs(tool) if isinstance(reason, str)
+        (tool, _kind(reason))
+        for tool in TOOLS
+        for reason in theirs(tool)
+        if isinstance(reason, str)
     )
     lines = [(tool, str(n), reason) for (tool, reason), n in reasons.most_common()]
     return markdown_table(("tool", "rows", "what it says"), sorted(lines))
@@ -232,13 +275,24 @@ def facts() -> str:
     return markdown_table(head, lines)
 
 
+def _chosen_models() -> set[str]:
+    return {one.model.name for one in rows()}
+
+
 SETUP = """\
 python3 -m venv peers
 peers/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-peers/bin/pip install canifinetune==0.4.1 fitscout==0.1.1 ftuneai==0.4.1 accelerate==1.15.0 \
-transformers==5.23.0 peft==0.21.2 datasets==5.2.0 dataclass-wizard==1.0.0
-peers/bin/pip install --no-deps fm_training_estimator==0.1.3
-python benchmarks/peers.py --python peers/bin/python --write"""
+peers/bin/pip install canifinetune==0.4.1 fitcheck-llm==0.3.1 fitscout==0.1.1 ftuneai==0.4.1 \
+accelerate==1.15.0 transformers==5.23.0
+for tool in accelerate canifinetune fitcheck_llm fitscout ftuneai; do
+    python benchmarks/peers.py --python peers/bin/python --tool $tool
+done
+python3 -m venv older # of transformers, whose names of optimizers it reads
+older/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+older/bin/pip install accelerate==1.2.1 transformers==4.46.3 peft==0.14.0 datasets==3.6.0 \
+dataclass-wizard==1.0.0
+older/bin/pip install --no-deps fm_training_estimator==0.1.3
+python benchmarks/peers.py --python older/bin/python --tool fm_training_estimator --write"""
 
 
 def document() -> str:
@@ -249,9 +303,11 @@ def document() -> str:
         "# Other estimators on the same runs",
         f"Made by `benchmarks/peers.py --write` on {today}, Python {platform.python_version()}. "
         "Every tool gets the published fine-tuning runs of [published.md](published.md): "
-        f"{counts['peak_allocated']} peaks of the allocator and {counts['device_used']} of the "
-        "device, of `fms_acceleration_bench` on an A100 of 80 GB and four of `fsdp_qlora` on a "
-        "card of 16 GB.",
+        f"{counts['peak_allocated']} peaks of what is allocated, {counts['peak_reserved']} of what "
+        f"is reserved and {counts['device_used']} of the device, of {len(_chosen_models())} models "
+        f"on {len({one.gpu for one in rows()})} accelerators. "
+        f"{len(published_rows()) - len(rows())} rows came after the tools were asked, and are left "
+        "out.",
         "Each is asked offline through its own interface, with every setting it has an argument "
         "for (`benchmarks/peer_requests.py`). Where its table lacks the model, it gets the sizes "
         "and the exact parameter count; where its families lack it, the family whose layers have "
@@ -263,11 +319,9 @@ def document() -> str:
         "## What to keep in mind",
         "- Nothing was fitted to these rows. But our formulas were corrected with them in view, "
         "and know the kernels and library versions of each. The others had neither.\n"
-        "- Most rows replace the loss by a fused kernel, for which the others have no argument "
+        "- Many rows replace the loss by a fused kernel, for which the others have no argument "
         "but canifinetune's for Liger. The section on stock kernels leaves those rows out.\n"
-        "- Five models: Mistral 7B, Mixtral 8x7B, PowerLM 3B, SantaCoder and a Llama of 1B, most "
-        "in batches of 4 to 32 sequences of 4,096 tokens. Small cards, short sequences and 8-bit "
-        "optimizers, for which several of these tools were made, do not occur.\n"
+        "- fitcheck_llm's constants of a T4 are fitted to the 67 runs of `fitcheck_t4`.\n"
         "- They also answer what was not compared here: time, cost, several GPUs.",
         "## Requests",
         facts(),
@@ -278,11 +332,13 @@ def document() -> str:
         "or a price; none judges how the model is served. accelerate's weights in each precision "
         "are its figure for inference.",
         "Not asked: `unsloth_zoo` 2026.10.9 estimates activations and logits of its own kernels to "
-        "decide what to offload (`estimate_training_reserve_bytes`), not a run.",
+        "decide what to offload (`estimate_training_reserve_bytes`), not a run. `loggetta` 0.7.0 "
+        "plans runs of its own trainer, whose kernels no row has.",
     ]
     for quantity in STATED:
         parts += [f"## {TITLES[quantity]}", comparison(of_counter(quantity))]
         parts += ["Medians by method, with the number of rows:", by_method(quantity)]
+        parts += ["Medians by source:", by_source(quantity)]
     for quantity in STATED:
         parts += [
             f"## Stock kernels only: {TITLES[quantity].lower()}",
