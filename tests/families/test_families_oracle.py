@@ -390,7 +390,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nanochat": {"model_type": "nanochat", "attention_bias": True},
     "dots1": {"model_type": "dots1", "n_shared_experts": 1, "first_k_dense_replace": 2, **ROUTED},
     "exaone_moe": {"model_type": "exaone_moe", "sliding_window": 8, **EXPERTS},
-    "solar_open": {"model_type": "solar_open", "attention_bias": True, **ROUTED},
+    "solar_open": {
+        "model_type": "solar_open",
+        "attention_bias": True,
+        "first_k_dense_replace": 1,  # nobody reads it
+        **ROUTED,
+    },
     "mellum": {
         "model_type": "mellum",
         "sliding_window": 8,

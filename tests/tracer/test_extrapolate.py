@@ -72,6 +72,12 @@ def test_a_tensor_that_one_middle_layer_keeps_is_refused() -> None:
         stretch(events, num_layers=8)
 
 
+def test_a_layer_that_a_forward_passes_over_is_refused() -> None:
+    events = [event for event in step(4) if event.layer != 3 or not event.inside]
+    with pytest.raises(DoesNotRepeatError, match="passed over"):
+        stretch(events, num_layers=8)
+
+
 def test_growth_from_two_to_four_layers_must_be_that_of_the_repeated_layer() -> None:
     stretched = stretch(step(4), num_layers=40)
     check_growth(step(2), step(4), stretched, num_layers=40)

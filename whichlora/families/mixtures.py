@@ -11,6 +11,7 @@ from whichlora.families.fields import Fields
 from whichlora.families.layernorm import COHERE
 from whichlora.families.llama import LLAMA, exaone_windows
 from whichlora.families.moe import (
+    deepseek_experts,
     deepseek_feed_forward,
     dense_layers,
     experts_in_every_layer,
@@ -20,7 +21,6 @@ from whichlora.families.moe import (
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.layer import Linear, Mlp, Moe
 
-_ROUTED = {"num_experts_per_tok": 8, "first_k_dense_replace": 0}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dots1": LLAMA
     | {
@@ -35,8 +35,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
     },
     "exaone_moe": LLAMA
-    | _ROUTED
     | {
+        "num_experts_per_tok": 8,
         "vocab_size": 102400,
         "intermediate_size": 16384,
         "num_key_value_heads": 32,
@@ -48,7 +48,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_shared_experts": 1,
     },
     "solar_open": LLAMA
-    | _ROUTED
     | {
         "vocab_size": 196608,
         "num_hidden_layers": 48,
@@ -58,6 +57,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "moe_intermediate_size": 1280,
         "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
         "n_shared_experts": 1,
     },
     "mellum": LLAMA
@@ -115,8 +115,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 5,
     },
     "hy_v3": LLAMA
-    | _ROUTED
     | {
+        "num_experts_per_tok": 8,
         "vocab_size": 120832,
         "intermediate_size": 13312,
         "num_hidden_layers": 80,
@@ -205,9 +205,10 @@ def _hy_v3(c: Fields) -> ModelSpec:
 
 
 def _solar_open(c: Fields) -> ModelSpec:
-    return decoder(
-        c, Style(qkv_bias=c.flag("attention_bias")), feed_forward=deepseek_feed_forward(c)
-    )
+    """Experts in every layer: `SolarOpenDecoderLayer` reads no `first_k_dense_replace`."""
+    experts = deepseek_experts(c)
+    style = Style(qkv_bias=c.flag("attention_bias"))
+    return decoder(c, style, feed_forward=lambda _: (None, experts))
 
 
 def _mellum(c: Fields) -> ModelSpec:

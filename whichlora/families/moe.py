@@ -241,9 +241,9 @@ def sparse_or_dense(
     return lambda number: (dense, None) if is_dense[number] else (None, sparse)
 
 
-def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid", **overrides: Any) -> FeedForward:
-    """Routed experts beside shared ones, but in the first `first_k_dense_replace` layers."""
-    sparse = routed_experts(
+def deepseek_experts(c: Fields, routing: Routing = "sigmoid", **overrides: Any) -> Moe:
+    """Routed experts beside shared ones."""
+    return routed_experts(
         c,
         width=c.size("moe_intermediate_size"),
         num_experts=c.size("n_routed_experts"),
@@ -252,6 +252,11 @@ def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid", **overrides: 
         routing=routing,
         **overrides,
     )
+
+
+def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid", **overrides: Any) -> FeedForward:
+    """`deepseek_experts`, but in the first `first_k_dense_replace` layers."""
+    sparse = deepseek_experts(c, routing, **overrides)
     return sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace")))
 
 

@@ -94,8 +94,12 @@ def stretch(events: Iterable[TracedEvent], *, num_layers: int) -> list[TracedEve
     """`events` of four layers as if `num_layers` had been traced.
 
     Raises:
-        DoesNotRepeatError: a tensor of one layer has no counterpart in its neighbour.
+        DoesNotRepeatError: a tensor of one layer has no counterpart in its neighbour, or a layer
+            is passed over, as those that attend to images are without any.
     """
+    events = list(events)
+    if {event.layer for event in events if event.inside} != set(range(TRACED_LAYERS)):
+        raise DoesNotRepeatError("a layer is passed over")
     if num_layers < TRACED_LAYERS:
         raise ValueError(f"{TRACED_LAYERS} layers can't be stretched to {num_layers}")
     blocks = _blocks(events)
