@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 from collections import Counter
 from functools import lru_cache
 from itertools import pairwise
@@ -571,6 +572,52 @@ def test_a_tiny_variant_has_the_described_matrices_norms_and_total(variant: str)
     assert spec.num_params == sum(p.numel() for p in model.parameters())
 
 
+# What no real config says otherwise, or what the real class can't run.
+UNCHANGED = {
+    *("vocab_size_per_layer_input", "initializer_range", "use_cache", "return_dict", "torchscript"),
+    *("is_decoder", "is_encoder_decoder", "add_cross_attention", "chunk_size_feed_forward"),
+    *("output_attentions", "output_hidden_states", "is_gated_act", "num_ln_in_parallel_attn"),
+    "q_lora_rank",  # a rank of 0 is not "none" there
+    *("qk_rope_head_dim", "num_local_experts"),  # another key of these configs says the same
+}
+HIDDEN_WIDE = {"helium", "olmoe", "phi"}  # projections or norms are as wide as the hidden state
+HEADS = {"head_dim", "hidden_size", "num_attention_heads"}
+
+
+def otherwise(value: Any) -> list[Any]:
+    """Other values that a config could have."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value * 2, max(1, value // 2), 0] if value > 1 else [1 - value]
+    return []
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_config_that_says_one_thing_else_has_the_total_of_the_real_class(variant: str) -> None:
+    config = tiny(variant)
+    known = module(config, build(config, name=variant).task).config.to_dict()
+    kept = UNCHANGED | (HEADS if config["model_type"] in HIDDEN_WIDE else set())
+    changes = [
+        (key, value)
+        for key, default in sorted(known.items())
+        if key not in kept and not key.endswith("token_id")
+        for value in otherwise(default)
+    ]
+    for key, value in random.Random(variant).sample(changes, min(12, len(changes))):
+        changed = {**config, key: value}
+        try:
+            spec = build(changed, name=variant)
+        except ConfigError:  # said in one line, which other tests read
+            continue
+        try:
+            real = module(changed, spec.task)
+        except Exception:  # whatever a class raises is that no such model exists
+            continue
+        assert spec.num_params == sum(p.numel() for p in real.parameters()), (key, value)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_cache_holds_the_described_elements(variant: str) -> None:
     torch = pytest.importorskip("torch")
@@ -897,3 +944,14 @@ def test_another_encoder_of_images_than_gemma_3ns_is_refused() -> None:
     config = {"model_type": "gemma3n", "vision_config": {"architecture": "resnet50"}}
     with pytest.raises(ConfigError, match=r"'resnet50'; known of gemma3n is mobilenetv5_300m_enc"):
         build(config | {"text_config": {**TINY, **VARIANTS["gemma3n_text"]}}, name="x")
+
+
+@pytest.mark.parametrize("model_type", ["llava", "glm4v", "mistral3"])
+def test_who_ties_the_head_of_a_model_that_sees_is_known(model_type: str) -> None:
+    file = data_folder("models_db") / f"{SMALLEST[model_type]}.json"
+    known = json.loads(file.read_text(encoding="utf-8"))["config"]
+    for outer, inner in ((True, False), (False, True)):
+        text = {**known["text_config"], "num_hidden_layers": 2, "tie_word_embeddings": inner}
+        config = {**known, "text_config": text, "tie_word_embeddings": outer}
+        spec = build(config, name=model_type)
+        assert spec.num_params == sum(p.numel() for p in module(config, spec.task).parameters())

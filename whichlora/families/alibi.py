@@ -38,7 +38,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_size": 2048,
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
-        "expansion_ratio": 4,
         "max_position_embeddings": 2048,
         "no_bias": True,
         "tie_word_embeddings": True,
@@ -183,7 +182,7 @@ def _mpt(c: Fields) -> ModelSpec:
     )
     block = mlp(
         hidden=hidden,
-        width=c.size("expansion_ratio") * hidden,
+        width=4 * hidden,  # whatever its expansion_ratio: transformers `MptMLP`
         activation="gelu",
         names=("up_proj", "down_proj"),
     )

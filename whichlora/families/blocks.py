@@ -187,12 +187,13 @@ def norms(
     )
 
 
-def mlp_in_every_layer(c: Fields) -> FeedForward:
+def mlp_in_every_layer(c: Fields, *, bias: bool = False) -> FeedForward:
     """A gated MLP of the config's width, the same in every layer."""
     block = mlp(
         hidden=c.size("hidden_size"),
         width=c.size("intermediate_size"),
         activation=c.text("hidden_act"),
+        bias=bias,
     )
     return lambda _: (block, None)
 

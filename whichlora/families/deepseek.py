@@ -290,7 +290,8 @@ def _model(
 
 
 def _deepseek_v2(c: Fields) -> ModelSpec:
-    return _model(c, deepseek_feed_forward(c, "softmax_fp32"), "latent_complex")
+    feed_forward = deepseek_feed_forward(c, "softmax_fp32", bias=c.flag("mlp_bias"))
+    return _model(c, feed_forward, "latent_complex")
 
 
 def _deepseek(c: Fields) -> ModelSpec:
@@ -346,7 +347,7 @@ def _dense(c: Fields) -> ModelSpec:
 
 
 def _minicpm3(c: Fields) -> ModelSpec:
-    feed_forward = mlp_in_every_layer(c)
+    feed_forward = mlp_in_every_layer(c, bias=c.flag("mlp_bias"))
     return _model(c, feed_forward, "latent_halves", scales_sums=True, scales_head_input=True)
 
 

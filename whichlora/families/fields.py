@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from whichlora.errors import ConfigError
@@ -28,6 +28,11 @@ class Fields:
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
     synonyms: Mapping[str, tuple[str, ...]]
+
+    def without(self, *keys: str) -> Self:
+        """The config without `keys`, which its class does not read."""
+        kept = {key: value for key, value in self.values.items() if key not in keys}
+        return replace(self, values=kept)
 
     def get(self, key: str) -> Any:
         """The value of `key` under any of its spellings, else its default, else None.

@@ -102,6 +102,7 @@ def _starcoder2(c: Fields) -> ModelSpec:
 
 
 def _stablelm(c: Fields) -> ModelSpec:
+    c = c.without("head_dim")
     parallel = c.flag("use_parallel_residual")
     style = Style(
         qkv_bias=c.flag("use_qkv_bias"),
@@ -183,6 +184,7 @@ def _phi(c: Fields) -> ModelSpec:
 
 
 def _persimmon(c: Fields) -> ModelSpec:
+    c = c.without("head_dim", "num_key_value_heads")
     style = Style(
         qkv_names=("query_key_value",),
         out_name="dense",

@@ -122,7 +122,8 @@ def _feed_forward(c: Fields) -> FeedForward:
 
 def _lfm2(c: Fields) -> ModelSpec:
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
-    kv_heads, head_dim = c.size("num_key_value_heads", fallback=heads), hidden // heads
+    kv_heads = c.size("num_key_value_heads", fallback=heads)
+    head_dim = c.size("head_dim", fallback=hidden // heads)
     attention = softmax_attention(
         hidden=hidden,
         heads=heads,

@@ -451,7 +451,8 @@ def _nanochat(c: Fields) -> ModelSpec:
 def _cwm(c: Fields) -> ModelSpec:
     count = c.layers()
     listed = c.items("layer_types", length=count)
-    return decoder(c, layer_types=listed or [SLIDING if i % 4 else FULL for i in range(count)])
+    layer_types = listed or [SLIDING if i % 4 else FULL for i in range(count)]
+    return decoder(c, Style(mlp_bias=c.flag("mlp_bias")), layer_types=layer_types)
 
 
 def _bitnet(c: Fields) -> ModelSpec:

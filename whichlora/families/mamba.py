@@ -358,6 +358,7 @@ def _nemotron_experts(c: Fields) -> Moe:
 
 def _nemotron_h(c: Fields) -> ModelSpec:
     """Blocks with one norm each: a state space, an attention, an MLP or experts."""
+    c = c.without("attention_bias", "mamba_proj_bias", "tie_word_embeddings")
     hidden, bias = c.size("hidden_size"), c.flag("mlp_bias")
     inner = c.size("mamba_n_heads") * c.size("mamba_d_head")
     kinds = _kinds_of_blocks(c)

@@ -196,9 +196,11 @@ def _hy_v3(c: Fields) -> ModelSpec:
         experts_per_token=c.size("num_experts_per_tok"),
         num_shared=c.size("num_shared_experts"),
         routing="sigmoid_divided",
+        shared_bias=c.flag("mlp_bias"),
         sums_wide=c.flag("enable_moe_fp32_combine"),
     )
-    feed_forward = sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace")))
+    is_dense = dense_layers(c, c.count("first_k_dense_replace"))
+    feed_forward = sparse_or_dense(c, sparse, is_dense, bias=c.flag("mlp_bias"))
     bias = c.flag("attention_bias")
     style = Style(qkv_bias=bias, out_bias=bias, qk_norm="head")
     return decoder(c, style, feed_forward=feed_forward)

@@ -199,6 +199,7 @@ def routed_experts(
     experts_per_token: int,
     num_shared: int = 0,
     routing: Routing,
+    shared_bias: bool = False,
     **overrides: Any,
 ) -> Moe:
     """Routed experts, and shared ones as one MLP of their widths together."""
@@ -206,7 +207,11 @@ def routed_experts(
     shared = None
     if num_shared:
         shared = mlp(
-            hidden=hidden, width=num_shared * width, activation=activation, act="shared_act"
+            hidden=hidden,
+            width=num_shared * width,
+            activation=activation,
+            bias=shared_bias,
+            act="shared_act",
         )
     return moe(
         hidden=hidden,
@@ -228,7 +233,12 @@ def dense_layers(c: Fields, first: int) -> list[bool]:
 
 
 def sparse_or_dense(
-    c: Fields, sparse: Moe, is_dense: list[bool], *, width_key: str = "intermediate_size"
+    c: Fields,
+    sparse: Moe,
+    is_dense: list[bool],
+    *,
+    width_key: str = "intermediate_size",
+    bias: bool = False,
 ) -> FeedForward:
     """`sparse`, and where a layer `is_dense` an MLP of the width that `width_key` holds."""
     dense = None
@@ -237,6 +247,7 @@ def sparse_or_dense(
             hidden=c.size("hidden_size"),
             width=c.size(width_key),
             activation=c.text("hidden_act"),
+            bias=bias,
         )
     return lambda number: (dense, None) if is_dense[number] else (None, sparse)
 
@@ -254,10 +265,17 @@ def deepseek_experts(c: Fields, routing: Routing = "sigmoid", **overrides: Any) 
     )
 
 
-def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid", **overrides: Any) -> FeedForward:
-    """`deepseek_experts`, but in the first `first_k_dense_replace` layers."""
-    sparse = deepseek_experts(c, routing, **overrides)
-    return sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace")))
+def deepseek_feed_forward(
+    c: Fields, routing: Routing = "sigmoid", *, bias: bool = False, **overrides: Any
+) -> FeedForward:
+    """`deepseek_experts`, but in the first `first_k_dense_replace` layers.
+
+    Args:
+        bias: the first MLPs and the shared experts have biases.
+    """
+    sparse = deepseek_experts(c, routing, shared_bias=bias, **overrides)
+    is_dense = dense_layers(c, c.count("first_k_dense_replace"))
+    return sparse_or_dense(c, sparse, is_dense, bias=bias)
 
 
 def _mixtral(c: Fields) -> ModelSpec:

@@ -87,8 +87,9 @@ def build_multimodal(
     if not nested or "model_type" not in values:
         values["model_type"] = kind.text
     values["model_type"] = kind.renamed.get(values["model_type"], values["model_type"])
-    # The outer model owns the head, so it decides whether the head is tied.
-    values["tie_word_embeddings"] = c.values.get("tie_word_embeddings", kind.tied)
+    # The outer model owns the head, so it decides whether the head is tied, most often alone.
+    by_text = kind.tied_by_text and bool(values.get("tie_word_embeddings"))
+    values["tie_word_embeddings"] = by_text or c.values.get("tie_word_embeddings", kind.tied)
     if "dtype" not in values and "torch_dtype" not in values:
         values["dtype"] = c.dtype
     text = build_text(values)

@@ -22,6 +22,8 @@ class Multimodal:
         text: model_type of the text tower where its config does not say.
         renamed: model_types of the text tower that its config class takes as another.
         tied: whether the head is tied where the config does not say.
+        tied_by_text: a text tower's config that ties the head does so, too. Source: transformers
+            5.23 `LlavaConfig.__post_init__`.
         defaults: of the vision config.
         around: keys of the outer config, or of the text's, that the tower reads, with their
             defaults.
@@ -42,6 +44,7 @@ class Multimodal:
     counted: Callable[[Fields, Fields], tuple[int, tuple[Linear, ...]]] = lambda *_: (0, ())
     causal: bool = False
     splits: bool = False
+    tied_by_text: bool = False
     hands_on_cache: bool = False
     part: str = "vision_config"
     scores_all: bool = False

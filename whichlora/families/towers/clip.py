@@ -166,7 +166,14 @@ _CLIP = {
 _AROUND = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
 _RESOLUTIONS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 TYPES: Mapping[str, Multimodal] = {
-    "llava": Multimodal(text="llama", tied=False, images=llava, defaults=_CLIP, around=_AROUND),
+    "llava": Multimodal(
+        text="llama",
+        tied=False,
+        tied_by_text=True,
+        images=llava,
+        defaults=_CLIP,
+        around=_AROUND,
+    ),
     "llava_next": Multimodal(
         text="llama",
         tied=False,

@@ -164,7 +164,9 @@ _VISION = {
     "out_hidden_size": 4096,
     "intermediate_size": 13696,
 }
-_GLM4V = Multimodal(text="glm4v_text", tied=False, images=glm4v, defaults=_VISION)
+_GLM4V = Multimodal(
+    text="glm4v_text", tied=False, images=glm4v, defaults=_VISION, tied_by_text=True
+)
 TYPES: Mapping[str, Multimodal] = {
     "glm4v": _GLM4V,
     "glm4v_moe": replace(_GLM4V, text="glm4v_moe_text", images=glm4v_moe),

@@ -150,6 +150,7 @@ TYPES: Mapping[str, Multimodal] = {
     "llama4": Multimodal(
         text="llama4_text",
         tied=False,
+        tied_by_text=True,
         causal=True,
         splits=True,
         hands_on_cache=True,
