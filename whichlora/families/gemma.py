@@ -40,6 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": GEMMA2
     | _NO_CAPS
     | {
+        "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": 3072,
         "intermediate_size": 24576,
         "num_hidden_layers": 28,
@@ -73,21 +74,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def _style(c: Fields, **overrides: Any) -> Style:
     bias = c.flag("attention_bias")
-    return Style(
-        qkv_bias=bias,
-        out_bias=bias,
-        norm_kind="rms_offset",
-        activation="hidden_activation",
-        **overrides,
-    )
+    usual = {"norm_kind": "rms_offset", "activation": "hidden_activation"}
+    return Style(qkv_bias=bias, out_bias=bias, **(usual | overrides))
 
 
 def _gemma(c: Fields) -> ModelSpec:
-    return decoder(c, _style(c))
+    return decoder(c, _style(c, activation="hidden_act"))
 
 
 def _gemma2(c: Fields) -> ModelSpec:
-    return decoder(c, _style(c, layer_norms=SANDWICH), layer_types=every_nth_full(c, 2))
+    spec = decoder(c, _style(c, layer_norms=SANDWICH), layer_types=every_nth_full(c, 2))
+    return spec.with_attentions(_in_eager)
+
+
+def _in_eager(attention: Attention) -> Attention:
+    """That of classes which leave no SDPA to torch, even without a soft cap of scores.
+
+    Source: transformers 5.23 `Gemma2PreTrainedModel._supports_sdpa`, also of VaultGemma.
+    """
+    return replace(attention, sdpa="eager")
 
 
 def without_caps(spec: ModelSpec, *, always_masked: bool) -> ModelSpec:
@@ -109,7 +114,8 @@ def _without_caps(layer: Layer, *, always_masked: bool) -> Layer:
 
 def _vaultgemma(c: Fields) -> ModelSpec:
     style = _style(c, layer_norms=("input_layernorm", "pre_feedforward_layernorm"))
-    return decoder(c, style, layer_types=every_nth_full(c, 2))
+    spec = decoder(c, style, layer_types=every_nth_full(c, 2))
+    return spec.with_attentions(_in_eager)
 
 
 def _gemma3(c: Fields) -> ModelSpec:

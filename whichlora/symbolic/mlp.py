@@ -17,7 +17,7 @@ def activate(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
 
 def _activated(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
     tape = code.tape
-    if activation in ("relu",):
+    if activation in ("relu", "sigmoid", "tanh"):
         return tape.op([x], x.elements, x.size, saves_result=True, what="activation: result")
     if activation == "gelu_fast":
         # 0.5 * x * (1 + tanh(x * c * (1 + 0.044715 * x * x))), a tensor for each operator
