@@ -24,6 +24,26 @@ _CACHES_SINCE: Mapping[str, tuple[str, ...]] = {
     ),
     "4.56": ("biogpt", "gpt2", "mpt"),
 }
+# The release since which `generate` gives them a cache; before, tuples, which go only as a whole.
+# All others take one since 4.42 at the latest. Read: `past_key_values.update` in their files.
+_TAKE_CACHES_SINCE: Mapping[str, tuple[str, ...]] = {
+    "4.44": ("bloom",),
+    "4.45": ("codegen", "falcon", "gpt_neo", "gpt_neox", "gptj"),
+    "4.49": ("opt",),
+    "4.52": ("biogpt", "gpt2"),
+    "4.54": ("gpt_bigcode", "mpt", "xglm"),
+}
+# They cache views of the one product that makes queries, keys and values.
+_CACHE_VIEWS = ("bloom", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "persimmon", "phi3")
+_NARROW_KEYS_SINCE: Mapping[str, tuple[str, ...]] = {"4.45": ("gpt_neox",)}
+# The release since which they score the last token of a prompt alone. Read: `logits_to_keep`.
+_SCORE_LAST_SINCE: Mapping[str, tuple[str, ...]] = {
+    "4.47": ("falcon",),
+    "4.49": ("gpt_neox",),
+    "4.53": ("gpt2",),
+    "4.57": ("biogpt",),
+    "5": ("bloom", "codegen", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt", "xglm"),
+}
 # The release since which they call `ForCausalLMLoss`, which widens logits; before, none does.
 _WIDEN_SINCE: Mapping[str, tuple[str, ...]] = {
     "4.48.3": ("bloom", "falcon", "gpt2", "gpt_bigcode", "mpt", "opt", "persimmon", "stablelm"),
@@ -38,6 +58,10 @@ def with_older_releases(model: ModelSpec) -> ModelSpec:
     return replace(
         model,
         returns_keys_before=_since(_CACHES_SINCE, model.model_type),
+        tuples_until=_since(_TAKE_CACHES_SINCE, model.model_type),
+        caches_views=model.model_type in _CACHE_VIEWS,
+        wide_keys_before=_since(_NARROW_KEYS_SINCE, model.model_type),
+        scores_prompt_before=_since(_SCORE_LAST_SINCE, model.model_type),
         narrow_loss_before=_since(_WIDEN_SINCE, model.model_type),
     )
 
