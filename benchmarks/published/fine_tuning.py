@@ -6,6 +6,7 @@ What a cell leaves empty is what `RunConfig` has; `notes` has the page's own wor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
 from published.cells import Found, Line, MemoryQuantity, Quantity, Row, libraries_of, whole
@@ -14,6 +15,7 @@ from whichlora import families
 from whichlora.spec.run import RunConfig
 
 _PLAIN = ("method", "precision", "optimizer", "attn", "trainer", "loss_head", "quant", "task")
+_NO_RELEASE = "99"  # none of transformers so far
 _OPTIONS: dict[str, Any] = {"true": True, "false": False}
 # Answers of a task that a page asks for: BERT-large decides between two.
 _LABELS = {"sequence-classification": (("num_labels", 2),)}
@@ -41,6 +43,8 @@ def fine_tuning(line: Line) -> Iterator[Found]:
         # `opt_base.py` repeats the table of learned positions
         longer = {"max_position_embeddings": seq_len}
         spec = families.build({**spec.config, **longer}, name=spec.name)
+    if row["source"] == "universal_llm_trainer":  # its own cross entropy reads 16-bit logits
+        spec = replace(spec, narrow_loss_before=_NO_RELEASE)
     run = RunConfig(model=spec.name, **_settings(row))
     if row["counter"]:
         (quantity,) = (each for each in get_args(MemoryQuantity) if each == row["counter"])

@@ -594,7 +594,7 @@ def bitsandbytes(line: Line) -> Iterator[Found]:
     yield line.observed(spec, run, _BITSANDBYTES_GPUS[row["gpu"]], "token_s", seconds)
 
 
-# --- pages that print memory and speed of a generation ---------------------------------------------
+# --- pages that print memory and speed of a generation ----------------------------------------
 
 
 _SECONDS: dict[str, Callable[[float, RunConfig], tuple[Quantity, float]]] = {
