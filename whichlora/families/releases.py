@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.layer import Layer
+from whichlora.spec.run import RunConfig
 
 # The release since which they return a cache; before, tuples of keys and values, also in training:
 # `return_legacy_cache`, or `presents` before it. Gemma 2 and Nemotron never do in training.
@@ -64,6 +67,28 @@ def with_older_releases(model: ModelSpec) -> ModelSpec:
         scores_prompt_before=_since(_SCORE_LAST_SINCE, model.model_type),
         narrow_loss_before=_since(_WIDEN_SINCE, model.model_type),
     )
+
+
+def as_of_release(model: ModelSpec, run: RunConfig) -> ModelSpec:
+    """`model` with attentions as its class had them in a release of transformers.
+
+    Source: transformers 4.48 and 4.49 `OPTAttention.forward`, `OPTSdpaAttention.forward`.
+    `OptFlashAttention2.forward` of 4.48 has other copies, of which autograd saves as much.
+    """
+    is_old = model.model_type == "opt" and run.versions.older("transformers", "4.49")
+    if not is_old or run.attn == "flash_attention_2":
+        return model
+    fp16 = run.precision.startswith("fp16")
+    return model.with_layers(partial(_as_opt_before_caches, fp16=fp16))
+
+
+def _as_opt_before_caches(layer: Layer, *, fp16: bool) -> Layer:
+    """`_shape` copies queries, keys and values head by head; eager scores have a lower bound."""
+    attentions = (
+        replace(attention, projection="contiguous", eager="bounded", wide_softmax=fp16)
+        for attention in layer.attentions
+    )
+    return replace(layer, attentions=tuple(attentions))
 
 
 def _since(releases: Mapping[str, tuple[str, ...]], model_type: str) -> str:

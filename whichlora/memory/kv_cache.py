@@ -368,17 +368,25 @@ def viewed_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
 def widened_keys_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """Bytes per token by which cached keys in fp32 are wider than values. Kind: exact.
 
+    Source: as of `wide_key_elements`.
+    """
+    return wide_key_elements(model, dtypes) * (4 - dtypes.compute_bytes)
+
+
+def wide_key_elements(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Keys per token that tables of positions have made fp32, and values are not. Kind: exact.
+
     Source: transformers 4.42 `apply_rotary_pos_emb` of GPT-NeoX, whose tables are fp32.
     """
     before = model.wide_keys_before
-    if not (before and dtypes.libraries.older("transformers", before)):
+    older = bool(before) and dtypes.libraries.older("transformers", before)
+    if not older or dtypes.compute_bytes == 4:
         return 0
-    elements = sum(
+    return sum(
         count * attention.cache_elements // 2
         for layer, count in model.layers()
         for attention in layer.attentions
     )
-    return elements * (4 - dtypes.compute_bytes)
 
 
 def handed_on_bytes(

@@ -190,7 +190,7 @@ class ModelSpec:
         caches_checkpointed_before: release up to which the class caches keys and values in training
             with checkpointing, too.
         caches_in_training: its text has a config of its own, which still says `use_cache` where the
-            Trainer has set the model's to False.
+            Trainer has set the model's to False; or a loop leaves the model's as it is.
         hands_on_use_cache: both stacks are told the model's `use_cache`, which the Trainer sets to
             False, so that no decoder caches while it trains (LongT5).
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
