@@ -621,7 +621,7 @@ def generation_pages(line: Line) -> Iterator[Found]:
     quantisers = _QUANTISERS.findall(row["versions"])
     run = replace(run, libraries=tuple(sorted((*run.libraries, *quantisers))))
     positions = run.prompt_len + run.max_new_tokens
-    if spec.max_position_embeddings < positions:  # rotary ones, which have no end
+    if (spec.max_position_embeddings or positions) < positions:  # rotary ones, which have no end
         spec = replace(spec, max_position_embeddings=positions)
     stated = row["mem_counter"].startswith("max_memory_allocated")
     yield from line.memory(

@@ -60,7 +60,7 @@ def kept_cache(step: TrainingStep) -> Entry:
 def kept_cache_of_later_layers(step: TrainingStep) -> Entry:
     """The same, of all layers but the first."""
     size = kept_cache(step).num_bytes
-    return Entry(KEPT_CACHE, size - size // step.model.num_hidden_layers)
+    return Entry(KEPT_CACHE, size - size // max(step.model.num_hidden_layers, 1))
 
 
 def held_in_update(step: TrainingStep) -> tuple[Entry, ...]:
