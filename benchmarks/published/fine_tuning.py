@@ -1,4 +1,4 @@
-"""Fine-tuning runs whose settings are whole: one table of columns, which eight files share.
+"""Fine-tuning runs whose settings are whole: one table of columns, which many files share.
 
 What a cell leaves empty is what `RunConfig` has; `notes` has the page's own words.
 """
@@ -6,17 +6,26 @@ What a cell leaves empty is what `RunConfig` has; `notes` has the page's own wor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
-from published.cells import Found, Line, MemoryQuantity, Row, libraries_of, whole
+from published.cells import Found, Line, MemoryQuantity, Quantity, Row, libraries_of, whole
 from published.models import model_of
 from whichlora import families
 from whichlora.spec.run import RunConfig
 
 _PLAIN = ("method", "precision", "optimizer", "attn", "trainer", "loss_head", "quant", "task")
-_OPTIONS = {"true": True}
+_NO_RELEASE = "99"  # none of transformers so far
+_OPTIONS: dict[str, Any] = {"true": True, "false": False}
 # Answers of a task that a page asks for: BERT-large decides between two.
 _LABELS = {"sequence-classification": (("num_labels", 2),)}
+
+
+def stated_pairs(text: str) -> Iterator[tuple[str, Any]]:
+    """Names and values of "name=value;name=value"."""
+    for option in filter(None, text.split(";")):
+        name, _, value = option.partition("=")
+        yield name, _OPTIONS.get(value, value)
 
 
 def fine_tuning(line: Line) -> Iterator[Found]:
@@ -34,12 +43,16 @@ def fine_tuning(line: Line) -> Iterator[Found]:
         # `opt_base.py` repeats the table of learned positions
         longer = {"max_position_embeddings": seq_len}
         spec = families.build({**spec.config, **longer}, name=spec.name)
+    if row["source"] == "universal_llm_trainer":  # its own cross entropy reads 16-bit logits
+        spec = replace(spec, narrow_loss_before=_NO_RELEASE)
     run = RunConfig(model=spec.name, **_settings(row))
     if row["counter"]:
         (quantity,) = (each for each in get_args(MemoryQuantity) if each == row["counter"])
         yield from line.memory(spec, run, row["gpu"], quantity)
     if row["step_s"]:
-        yield line.observed(spec, run, row["gpu"], "step_s", float(row["step_s"]))
+        updates = row["source"] != "transformers_sdpa"
+        timed: Quantity = "step_s" if updates else "forward_backward_s"
+        yield line.observed(spec, run, row["gpu"], timed, float(row["step_s"]))
 
 
 def _settings(row: Row) -> dict[str, Any]:
@@ -49,10 +62,8 @@ def _settings(row: Row) -> dict[str, Any]:
     if row["dropout"]:
         settings["lora_dropout"] = float(row["dropout"])
     if row.get("trainer_options"):
-        stated = (option.split("=") for option in row["trainer_options"].split(";"))
-        settings["trainer_options"] = tuple(
-            (name, _OPTIONS.get(value, value)) for name, value in stated
-        )
+        settings["trainer_options"] = tuple(stated_pairs(row["trainer_options"]))
+    settings |= dict(stated_pairs(row.get("settings", "")))
     return settings | {
         "task_options": _LABELS.get(row["task"], ()),
         "gradient_checkpointing": row["gradient_checkpointing"] != "False",

@@ -63,6 +63,8 @@ _REWRITTEN = {  # by Unsloth, which divides what Phi-3 has in one matrix
 }
 _ELSEWHERE = {
     "unsloth/Qwen2-7B": "Qwen/Qwen2-7B",
+    "TheBloke/Mistral-7B-OpenOrca-AWQ": "mistralai/Mistral-7B-v0.1",
+    "bigcode/octocoder": "bigcode/starcoder",
     "Qwen/Qwen2.5-1.5B-Instruct": "Qwen/Qwen2.5-1.5B",
     "TheBloke/Mistral-7B-v0.1-GPTQ": "mistralai/Mistral-7B-v0.1",
     "ybelkada/test-mistral-7b-v0.1-awq": "mistralai/Mistral-7B-v0.1",

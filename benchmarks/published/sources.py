@@ -24,6 +24,7 @@ from published.cells import (
     rounding_of,
     whole,
 )
+from published.fine_tuning import stated_pairs
 from published.models import model_of
 from whichlora import families
 from whichlora.errors import ConfigError
@@ -591,6 +592,46 @@ def bitsandbytes(line: Line) -> Iterator[Found]:
     spec, run = found
     seconds = run.batch_size / float(row["time_value"])
     yield line.observed(spec, run, _BITSANDBYTES_GPUS[row["gpu"]], "token_s", seconds)
+
+
+# --- pages that print memory and speed of a generation ----------------------------------------
+
+
+_SECONDS: dict[str, Callable[[float, RunConfig], tuple[Quantity, float]]] = {
+    "ms per new token, prompt included": lambda value, run: (
+        "generate_s",
+        value * run.max_new_tokens / 1e3,
+    ),
+    "tokens/s, prompt and 2048 new ones": lambda value, run: (
+        "generate_s",
+        (run.prompt_len + run.max_new_tokens) / value,
+    ),
+    "decoded tokens/s": lambda value, run: ("token_s", 1 / value),
+}
+_QUANTISERS = re.compile(r"(autoawq|gptqmodel) ([\d.]+)")
+
+
+def generation_pages(line: Line) -> Iterator[Found]:
+    row = line.row
+    found = line.generation(attn=row["attn_impl"], **dict(stated_pairs(row["settings"])))
+    if isinstance(found, LeftOut):
+        yield found
+        return
+    spec, run = found
+    quantisers = _QUANTISERS.findall(row["versions"])
+    run = replace(run, libraries=tuple(sorted((*run.libraries, *quantisers))))
+    positions = run.prompt_len + run.max_new_tokens
+    if (spec.max_position_embeddings or positions) < positions:  # rotary ones, which have no end
+        spec = replace(spec, max_position_embeddings=positions)
+    stated = row["mem_counter"].startswith("max_memory_allocated")
+    yield from line.memory(
+        spec, run, row["gpu"], "peak_allocated" if stated else "perhaps_allocated"
+    )
+    if "A3B" in row["model_id"]:
+        yield line.left_out("time", "experts of transformers 4 run in a Python loop")
+    elif row["time_value"]:
+        quantity, seconds = _SECONDS[row["time_unit"]](float(row["time_value"]), run)
+        yield line.observed(spec, run, row["gpu"], quantity, seconds)
 
 
 # --- Unsloth's notebooks: what their cells printed, by release ------------------------------------

@@ -423,9 +423,64 @@ def test_the_prompts_scores_are_held_until_there_is_a_second_token(
         batch_size=2,
         prompt_len=100,
         max_new_tokens=new_tokens,
-        libraries=(("transformers", "4.44.0"),),
+        libraries=(("transformers", "4.41.0"),),
     )
     assert held(run, "second_token", generation.HELD_LOGITS) == 4 * positions * 128_256
+    dropped = replace(run, libraries=(("transformers", "4.44.0"),))  # `del outputs`
+    assert held(dropped, "second_token", generation.HELD_LOGITS) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "transformers", "layers", "width", "prompt", "grown"),
+    [
+        # a fused product of queries, keys and values; GPT-NeoX has keys in fp32 besides
+        ("EleutherAI/pythia-410m", "4.42.4", 24, 1024, 10, 6),
+        ("openai-community/gpt2-large", "4.44.2", 36, 1280, 6, 4),
+        ("facebook/opt-1.3b", "4.46.3", 24, 2048, 4, 4),  # three products
+        ("EleutherAI/pythia-410m", "4.46.3", 24, 1024, 8, 0),  # a cache, whose values are views
+        ("facebook/opt-1.3b", "4.49.0", 24, 2048, 4, 0),
+    ],
+)
+def test_older_classes_keep_a_tuple_of_views_beside_the_next_one(
+    model: str, transformers: str, layers: int, width: int, prompt: int, grown: int
+) -> None:
+    """Bytes per token and channel: of what the prompt leaves, and of what the next pass makes.
+
+    Source: live tensors of `generate` with transformers 4.42.4 on a CPU, by operator.
+    """
+    run = RunConfig(
+        model=model,
+        phase="inference",
+        batch_size=2,
+        prompt_len=100,
+        max_new_tokens=2,
+        libraries=(("transformers", transformers),),
+    )
+    per_byte = 200 * layers * width
+    assert held(run, "prefill", generation.PROMPT_CACHE) == prompt * per_byte
+    if grown:
+        caches = held(run, "second_token", generation.TWO_CACHES)
+        assert caches == (prompt + grown) * per_byte
+    else:
+        assert "second_token" not in ledger(job(run)).moments
+
+
+@pytest.mark.parametrize(
+    ("model", "transformers", "size"),
+    [
+        ("EleutherAI/pythia-410m", "4.42.4", 24 * (2048 * 2048 + 2 * 4 * 2048 * 16)),
+        ("EleutherAI/pythia-410m", "4.48.3", 24 * 2048 * 2048),
+        ("EleutherAI/pythia-410m", "4.49.0", 0),
+        ("openai-community/gpt2-large", "5.1.0", 36 * 1024 * 1024),
+        ("openai-community/gpt2-large", "5.2.0", 0),
+    ],
+)
+def test_attentions_of_older_releases_have_a_boolean_mask_each(
+    model: str, transformers: str, size: int
+) -> None:
+    run = RunConfig(model=model, phase="inference", libraries=(("transformers", transformers),))
+    found = job(run)
+    assert weights.weight_bytes(found.model, found.dtypes)["buffers"] == size
 
 
 def test_segments_that_grow_leave_a_small_encoder_no_debt() -> None:

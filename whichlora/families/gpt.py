@@ -125,7 +125,7 @@ def _gpt2(c: Fields) -> ModelSpec:
         names_attention=True,
     )
     if c.text("model_type") == "gpt2":
-        return _absolute(c, [layer] * c.layers())
+        return _absolute(c, [layer] * c.layers(), older_buffers=_masks(c, until="5.2"))
     return _absolute(
         c,
         [layer] * c.layers(),
@@ -210,12 +210,16 @@ def _gptj(c: Fields) -> ModelSpec:
         final_norms=_layer_norms(("ln_f",), hidden),
         embedding_name="wte",
         head_bias=True,
+        older_buffers=_masks(c, until="4.45"),
     )
 
 
 def _gpt_neox(c: Fields) -> ModelSpec:
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     bias = c.flag("attention_bias")
+    rotated = int(hidden // heads * c.rotary_fraction)
+    # cosines and sines of each attention were fp32, whatever the model was
+    tables = 2 * 4 * c.size("max_position_embeddings") * rotated * c.layers()
     attention = softmax_attention(
         hidden=hidden,
         heads=heads,
@@ -223,7 +227,7 @@ def _gpt_neox(c: Fields) -> ModelSpec:
         out_name="dense",
         qkv_bias=bias,
         out_bias=bias,
-        rotary_dim=int(hidden // heads * c.rotary_fraction),
+        rotary_dim=rotated,
         dropout=c.probability("attention_dropout"),
         joins_rotation=True,
     )
@@ -246,7 +250,14 @@ def _gpt_neox(c: Fields) -> ModelSpec:
         [layer] * c.layers(),
         final_norms=_layer_norms(("final_layer_norm",), hidden),
         embedding_name="embed_in",
+        rotary_tables_before="0",
+        older_buffers=(*_masks(c, until="4.49"), ("4.45", tables)),
     )
+
+
+def _masks(c: Fields, *, until: str) -> tuple[tuple[str, int], ...]:
+    """A boolean causal mask in each attention, before a release of transformers."""
+    return ((until, c.size("max_position_embeddings") ** 2 * c.layers()),)
 
 
 def _mlp(c: Fields, *, names: Sequence[str], reads: str = "mlp_in") -> Mlp:

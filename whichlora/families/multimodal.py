@@ -113,7 +113,7 @@ def _around(c: Fields, text: ModelSpec, kind: Multimodal, *, splits: bool) -> Mo
         config=c.values,
         caches_in_training=not (splits or kind.hands_on_cache),
         narrow_loss_before=UNTIL_TODAY if kind.scores_all else text.narrow_loss_before,
-        scores_prompt=kind.scores_all,
+        scores_prompt_before=UNTIL_TODAY if kind.scores_all else text.scores_prompt_before,
     )
 
 

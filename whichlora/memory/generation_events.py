@@ -20,7 +20,7 @@ from whichlora.memory.event_list import (
     play_loading,
 )
 from whichlora.memory.inference import Generation
-from whichlora.memory.kv_cache import kept_tokens
+from whichlora.memory.kv_cache import kept_tokens, viewed_bytes
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.tower_events import (
     PLACE_BYTES,
@@ -346,14 +346,15 @@ def has_events(run: Generation) -> bool:
 
     Source: what `GenerationEvents` leaves out.
     """
-    model, libraries = run.model, run.dtypes.libraries
+    model = run.model
     attentions = [attention for layer in model.layers() for attention in layer[0].attentions]
     return (
         model.task in ("causal-lm", "encoder")
         and run.run.kv_cache in ("dynamic", "static")
         and run.stored is None
-        and not (libraries.scores_whole_prompt or libraries.cache_of_tuples)
-        and not model.scores_prompt
+        and not loss.scores_prompt(model, run.dtypes)
+        and not run.caches_in_tuples
+        and not viewed_bytes(model, run.dtypes)
         and all(attention.kind == "softmax" for attention in attentions)
         and not any(attention.projection.startswith("latent") for attention in attentions)
         and not any(attention.keeps_keys for attention in attentions)

@@ -45,6 +45,24 @@ def held_outputs(step: TrainingStep) -> Entry:
     return Entry(loss.KEPT_LOGITS, step.kept_logits_bytes)
 
 
+def kept_cache(step: TrainingStep) -> Entry:
+    """Keys and values in outputs that the caller holds, where autograd has let them go."""
+    is_held = step.trainer.outputs_held(step.run) in ("until_step_ends", "until_next_outputs")
+    caches = step.model.caches_in_training and not step.run.gradient_checkpointing
+    if not (is_held and caches):
+        return Entry(KEPT_CACHE, 0 * step.tokens)
+    cached = kv_cache.trained_cache_bytes(step.model, step.dtypes, **step.sized)
+    per_token = kv_cache.viewed_bytes(step.model, step.dtypes)
+    per_token += kv_cache.widened_keys_bytes(step.model, step.dtypes)
+    return Entry(KEPT_CACHE, cached + step.tokens * per_token)
+
+
+def kept_cache_of_later_layers(step: TrainingStep) -> Entry:
+    """The same, of all layers but the first."""
+    size = kept_cache(step).num_bytes
+    return Entry(KEPT_CACHE, size - size // max(step.model.num_hidden_layers, 1))
+
+
 def held_in_update(step: TrainingStep) -> tuple[Entry, ...]:
     """What is left of a forward and its backward in the optimizer's update.
 
@@ -56,13 +74,11 @@ def held_in_update(step: TrainingStep) -> tuple[Entry, ...]:
     # down to the leaves; `ctx.tensors = (CAt, subA, A)` of `MatMul8bitLt` is an attribute of its
     # node. A decoder's cross attention saves the encoder's output, too, until its backward is done
     states = step.model.hidden_size * step.dtypes.stream_bytes if step.second_stack else 0
-    cached = kv_cache.trained_cache_bytes(step.model, step.dtypes, **step.sized)
-    caches = step.model.caches_in_training and not step.run.gradient_checkpointing
     held = (Group(tensors=layer.held, count=layer.count, **layer.sized) for layer in step.layers)
     return (
         held_outputs(step),
         Entry(ENCODER_STATES, step.tokens * states),
-        Entry(KEPT_CACHE, cached * caches),
+        kept_cache(step),
         Entry(GRAPH_LEAVES, 2 * step.tokens * step.leaf_embedding_bytes),
         listed(HELD_INPUTS, *held),
     )

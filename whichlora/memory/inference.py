@@ -129,11 +129,21 @@ class Generation:
         return self._cache(tokens, after_prompt=True)
 
     @cached_property
+    def grown_cache(self) -> Count:
+        """What the second pass makes of it, but for the one token more."""
+        return self._cache(self.first_tokens)
+
+    @cached_property
     def full_cache(self) -> Count:
         return self._cache(self.last_tokens)
 
     def _cache(self, tokens: Count, *, after_prompt: bool = False) -> Count:
-        return kv_cache.cache_bytes(
+        beside: Count = 0
+        if self.run.kv_cache == "dynamic":
+            per_token = kv_cache.widened_keys_bytes(self.model, self.dtypes)
+            per_token += kv_cache.viewed_bytes(self.model, self.dtypes) * after_prompt
+            beside = per_token * self.batch_size * tokens
+        return beside + kv_cache.cache_bytes(
             self.model,
             batch_size=self.batch_size,
             tokens=tokens,
@@ -144,10 +154,14 @@ class Generation:
             stored=self.stored,
         )
 
+    @property
+    def caches_in_tuples(self) -> bool:
+        return kv_cache.caches_in_tuples(self.model, self.dtypes)
+
     @cached_property
     def appended(self) -> Count:
         """The second copy of what a step appends to."""
-        if self.run.kv_cache == "dynamic" and self.dtypes.libraries.cache_of_tuples:
+        if self.run.kv_cache == "dynamic" and self.caches_in_tuples:
             # the first token needs no second pass
             return self._cache(self.last_tokens - 1) * (self.max_new_tokens > 1)
         # `DynamicLayer.update`: `self.keys = torch.cat([self.keys, key_states], dim=-2)` holds the
@@ -354,9 +368,9 @@ def first_logits(run: Generation) -> Entries:
     if run.dtypes.libraries.scores_whole_prompt:
         last_hidden = scored * model.hidden_size * run.element_bytes
         scores = loss.prompt_bytes(model, run.dtypes, tokens=scored)
-    elif model.scores_prompt:
+    elif loss.scores_prompt(model, run.dtypes):
         last_hidden = scored * model.hidden_size * run.element_bytes
-        scores = scores + scored * model.vocab_size * run.element_bytes
+        scores = scores + loss.prompt_bytes(model, run.dtypes, tokens=scored)
     fact = PROMPT_CACHE if run.stored is None else quantised_cache.QUANTISED_CACHE
     return (
         *run.static,
@@ -368,9 +382,9 @@ def first_logits(run: Generation) -> Entries:
 
 HELD_LOGITS = Fact(
     part="logits_and_loss",
-    what="logits of the prompt, in fp32",
+    what="logits of the prompt, as the model returned them",
     shape="[batch_size, prompt_len, vocab_size]",
-    dtype="fp32",
+    dtype="fp32, or that of the head where the class does not widen them",
     why="the caller holds the first output until the second is there",
     source="transformers 4.38 GenerationMixin.greedy_search",
 )
@@ -389,11 +403,12 @@ def second_token(run: Generation) -> Entries:
     """In the second pass of old versions, whose caller still names the first one's output."""
     again = run.max_new_tokens > 1
     width = loss.logit_width(run.model)
-    held = 4 * run.batch_size * run.first_tokens * width * again
-    num_caches = 1 + run.dtypes.libraries.cache_of_tuples * again
+    held = loss.prompt_logit_bytes(run.model, run.dtypes) * run.dtypes.libraries.holds_outputs
+    held = held * run.batch_size * run.first_tokens * width * again
+    second = run.caches_in_tuples * again * run.grown_cache
     return (
         *run.static,
-        Entry(TWO_CACHES, num_caches * run.prompt_cache),
+        Entry(TWO_CACHES, run.prompt_cache + second),
         Entry(HELD_LOGITS, held),
         run.last_logits,
     )
@@ -451,7 +466,7 @@ def decode(run: Generation) -> Entries:
     """In a layer of the last step, whose cache is the longest."""
     # `torch.cat` in `DynamicLayer.update` writes the longer tensor before the shorter goes
     scores = run.last_scores
-    if run.dtypes.libraries.scores_whole_prompt:  # no `del outputs`: its logits are there, too
+    if run.dtypes.libraries.holds_outputs:  # no `del outputs`: its logits are there, too
         scores = run.last_logits
     return (
         *run.static,
@@ -656,7 +671,7 @@ def generation_moments(run: Generation) -> dict[str, Entries]:
         moments |= quantised_moments(run, run.stored)
     if run.has_encoder:
         moments["first_token"] = first_token(run)
-    if run.dtypes.libraries.scores_whole_prompt:
+    if run.caches_in_tuples or run.dtypes.libraries.scores_whole_prompt:
         moments["second_token"] = second_token(run)
     return moments
 

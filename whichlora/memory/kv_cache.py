@@ -339,6 +339,56 @@ def _projected_bytes(linear: Linear, dtypes: Dtypes) -> int:
     return 4 if quantised and dtypes.under_autocast else dtypes.linear_out_bytes
 
 
+def caches_in_tuples(model: ModelSpec, dtypes: Dtypes) -> bool:
+    """Whether all of the old cache lives until all of the new one is there.
+
+    Kind: exact. Source: transformers 4.38 `LlamaModel.forward`, 4.48 `OPTDecoder.forward`.
+    """
+    until = model.tuples_until
+    of_class = bool(until) and dtypes.libraries.older("transformers", until)
+    return dtypes.libraries.cache_of_tuples or of_class
+
+
+def viewed_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Bytes per token of a prompt that its cached views keep beside keys and values.
+
+    Kind: exact. Source: transformers 4.44 `GPT2Attention.forward`, 4.42 `GPTNeoXAttention.forward`;
+    `DynamicLayer.update`: 4.55 keeps what it is given first, 4.56 a copy.
+    """
+    if not (model.caches_views and dtypes.libraries.older("transformers", "4.56")):
+        return 0
+    elements = 0
+    for layer, count in model.layers():
+        for attention in layer.attentions:
+            viewed = attention.cache_elements // (2 if attention.position == "rope" else 1)
+            elements += count * (attention.linears[0].out_features - viewed)
+    return elements * dtypes.compute_bytes
+
+
+def widened_keys_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Bytes per token by which cached keys in fp32 are wider than values. Kind: exact.
+
+    Source: as of `wide_key_elements`.
+    """
+    return wide_key_elements(model, dtypes) * (4 - dtypes.compute_bytes)
+
+
+def wide_key_elements(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Keys per token that tables of positions have made fp32, and values are not. Kind: exact.
+
+    Source: transformers 4.42 `apply_rotary_pos_emb` of GPT-NeoX, whose tables are fp32.
+    """
+    before = model.wide_keys_before
+    older = bool(before) and dtypes.libraries.older("transformers", before)
+    if not older or dtypes.compute_bytes == 4:
+        return 0
+    return sum(
+        count * attention.cache_elements // 2
+        for layer, count in model.layers()
+        for attention in layer.attentions
+    )
+
+
 def handed_on_bytes(
     model: ModelSpec, *, batch_size: Count, tokens: Count, element_bytes: int
 ) -> Count:

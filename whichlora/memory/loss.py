@@ -630,12 +630,32 @@ def loss_backward_bytes(
 def prompt_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count) -> Count:
     """Logits of a whole prompt, in 16 bit and fp32, as `generate` made them; Kind: exact.
 
-    Source: transformers 4.38 `LlamaForCausalLM.forward`.
+    Classes whose own loss is narrow do not widen them.
+
+    Source: transformers 4.38 `LlamaForCausalLM.forward`, 4.44 `OPTForCausalLM.forward`.
     """
     if model.head is None:
         return 0 * tokens
-    upcast_bytes = 0 if dtypes.compute_bytes == 4 else 4
+    upcast_bytes = prompt_logit_bytes(model, dtypes)
+    if upcast_bytes == dtypes.compute_bytes:
+        upcast_bytes = 0
     return tokens * model.vocab_size * (dtypes.compute_bytes + upcast_bytes)
+
+
+def prompt_logit_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Of each of them, as the model returns it. Kind: exact. Source: as of `prompt_bytes`."""
+    return dtypes.compute_bytes if has_narrow_loss(model, dtypes) else 4
+
+
+def scores_prompt(model: ModelSpec, dtypes: Dtypes) -> bool:
+    """Whether `generate` gets logits of every token of a prompt, not of the last alone.
+
+    Kind: exact. Source: `num_logits_to_keep`, `logits_to_keep` in transformers 4.45 to 5.0.
+    """
+    libraries = dtypes.libraries
+    before = model.scores_prompt_before
+    of_class = bool(before) and libraries.older("transformers", before)
+    return libraries.scores_whole_prompt or of_class
 
 
 def generation_bytes(model: ModelSpec, *, batch_size: Count, compute_bytes: int) -> Count:

@@ -13,7 +13,14 @@ from whichlora.memory import kv_cache, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.gradients import gradient_bytes
-from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
+from whichlora.memory.held import (
+    HELD_INPUTS,
+    held_between_steps,
+    held_in_update,
+    held_outputs,
+    kept_cache,
+    kept_cache_of_later_layers,
+)
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import layer_norm_bytes
@@ -76,6 +83,8 @@ def _decoder_cache(step: TrainingStep, *, in_layer: bool = False) -> Entry:
     if step.has_two_lengths:
         of_source = kv_cache.trained_source_elements(step.model, step.dtypes)
         of_memory = of_memory + step.source_tokens * of_source * 4
+    if step.model.caches_in_training:  # attention saves 16-bit copies of keys in fp32
+        elements += kv_cache.wide_key_elements(step.model, step.dtypes)
     return Entry(kv_cache.DECODER_CACHE, step.tokens * elements * 4 + of_memory)
 
 
@@ -322,6 +331,7 @@ def first_layer_backward(step: TrainingStep) -> Entries:
     return (
         *step.always,
         held_outputs(step),
+        kept_cache_of_later_layers(step),
         Entry(LATER_LAYERS_GRADIENTS, largest(step.late_gradients, 0 * step.late_gradients)),
         listed(HELD_INPUTS, *inputs),
         step.late_remainders,
@@ -586,6 +596,7 @@ def embedding_backward(step: TrainingStep) -> Entries:
     return (
         *step.static,
         held_outputs(step),
+        kept_cache(step),
         Entry(ALL_GRADIENTS, gradients),
         step.late_remainders,
         _tied_gradients(step, parts),

@@ -625,6 +625,7 @@ def has_events(step: TrainingStep) -> bool:
         and step.trainer.columns(step.run) is None
         and not step.method.in_loss
         and not step.frees_gradients
+        and not step.run.trainer_option("use_cache")
     )
 
 

@@ -273,6 +273,7 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
         "embeddings": (embeddings - in_head) * dtypes.embedding_bytes + of_head["embeddings"],
         "other": remaining * dtypes.base_bytes + around,
         "buffers": model.buffer_bytes
+        + older_buffer_bytes(model, dtypes)
         + (tables + logit_bias) * dtypes.compute_bytes
         + rotary_table_bytes(model, dtypes),
     }
@@ -334,6 +335,15 @@ def unconverted_copy_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     if last is None or not dtypes.under_autocast or dtypes.base_bytes == dtypes.compute_bytes:
         return 0
     return last.num_weights * dtypes.compute_bytes
+
+
+def older_buffer_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """What modules of older releases keep, too: causal masks, tables of another type.
+
+    Kind: exact. Source: `register_buffer` in the modeling files of transformers 4.38 to 5.2.
+    """
+    older = dtypes.libraries.older
+    return sum(size for until, size in model.older_buffers if older("transformers", until))
 
 
 def rotary_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:

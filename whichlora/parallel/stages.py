@@ -59,6 +59,7 @@ def part_of_model(
         head=head if scores else None,
         head_tied=model.head_tied and embeds and scores,
         buffer_bytes=round(model.buffer_bytes * share),
+        older_buffers=tuple((until, round(size * share)) for until, size in model.older_buffers),
     )
 
 

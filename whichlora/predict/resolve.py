@@ -8,6 +8,7 @@ from whichlora.errors import ConfigError
 from whichlora.families import without_dropout
 from whichlora.families.experts import with_expert_modules, with_named_experts
 from whichlora.families.gemma import without_caps
+from whichlora.families.releases import as_of_release
 from whichlora.memory import allocator
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import Method, get_method, with_defaults
@@ -238,6 +239,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         model = with_expert_modules(model)
     if run.attn.startswith("sdpa") and run.versions.sdpa_leaves_out_caps:
         model = without_caps(model, always_masked=run.versions.masks_caps_always)
+    model = as_of_release(model, run)
     if not training:
         check_form(run, method)
     model = method.with_model(with_images(model, run, trainer), run)
@@ -350,6 +352,8 @@ def _trained_model(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelS
     check_loss(model, run, trainer)
     if run.trainer_option("disable_dropout"):
         model = without_dropout(model)
+    if run.trainer_option("use_cache") and model.task == "causal-lm":
+        model = replace(model, caches_in_training=True)
     return with_named_experts(model) if trainer.names_experts else model
 
 

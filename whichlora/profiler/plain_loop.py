@@ -54,7 +54,8 @@ def measure_loop(
     lengths = [step.seq_len for step in steps]
     counted = [number for number, step in enumerate(steps) if step.is_counted]
     watch_moments(model, meter)
-    model.config.use_cache = False  # else the outputs hold keys and values, too
+    # where it is on, the outputs hold keys and values, too
+    model.config.use_cache = bool(run.trainer_option("use_cache"))
     _enable_checkpointing(model, run)
     optimizer = own_optimizer(model, run) or _optimizer(model, run)
     device = next(model.parameters()).device

@@ -181,7 +181,8 @@ class ModelSpec:
         splits_embeddings: each of two stacks has a table of tokens of its own (T5Gemma).
         embeds_in_steps: looked-up rows are multiplied by something before they are the stream.
         widens_logits: the loss of an encoder-decoder casts its logits to fp32 itself (T5Gemma).
-        scores_prompt: `generate` gets logits of every token of a prompt, as they are.
+        scores_prompt_before: release before which `generate` gets logits of every token of a
+            prompt; before 4.45 it does so of every class.
         narrow_loss_before: release of transformers up to which the class computes its own loss, of
             shifted logits that it does not widen (GPT-BigCode); empty where none does.
         returns_keys_before: release up to which the class returns keys and values as tuples, also
@@ -189,7 +190,7 @@ class ModelSpec:
         caches_checkpointed_before: release up to which the class caches keys and values in training
             with checkpointing, too.
         caches_in_training: its text has a config of its own, which still says `use_cache` where the
-            Trainer has set the model's to False.
+            Trainer has set the model's to False; or a loop leaves the model's as it is.
         hands_on_use_cache: both stacks are told the model's `use_cache`, which the Trainer sets to
             False, so that no decoder caches while it trains (LongT5).
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
@@ -209,6 +210,11 @@ class ModelSpec:
         started_tower: so it does for an engine that starts with it, whose requests are texts.
         drafter: another model that drafts tokens for it, where an engine is asked to start with it.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
+        older_buffers: releases of transformers, and bytes that they keep more before each.
+        tuples_until: release before which `generate` hands the class tuples of keys and values.
+        caches_views: a prompt's cached values are views of one product with queries, until a
+            release whose cache copies them; where no position rotates keys, they are, too.
+        wide_keys_before: release before which fp32 tables of positions widen cached keys.
         positions_of_padding: first rows of its table of positions, which no token looks up.
         max_position_embeddings: of two stacks, positions that both have; max_prompt_positions:
             those of an encoder that has more (LED).
@@ -251,7 +257,7 @@ class ModelSpec:
     embeds_in_steps: bool = False
     widens_logits: bool = False
     narrow_loss_before: str = ""
-    scores_prompt: bool = False
+    scores_prompt_before: str = ""
     returns_keys_before: str = ""
     caches_checkpointed_before: str = ""
     caches_in_training: bool = False
@@ -266,6 +272,10 @@ class ModelSpec:
     started_tower: Tower | None = None
     drafter: ModelSpec | None = None
     buffer_bytes: int = 0
+    older_buffers: tuple[tuple[str, int], ...] = ()
+    tuples_until: str = ""
+    caches_views: bool = False
+    wide_keys_before: str = ""
     embedding_dropouts: tuple[int, ...] = ()
     final_dropouts: tuple[int, ...] = ()
     max_position_embeddings: int | None = None

@@ -57,7 +57,7 @@ Projection = Literal[
     "contiguous",
     "queries_first",
 ]
-EagerScores = Literal["scaled", "scaled_queries", "beside_sum", "named", "fp32", "sinks"]
+EagerScores = Literal["scaled", "scaled_queries", "beside_sum", "bounded", "named", "fp32", "sinks"]
 AddedMask = Literal["", "stream", "weights", "product"]
 
 
@@ -280,10 +280,12 @@ class Attention:
         has_temperature: queries are multiplied by a number for each position (Llama 4,
             Ministral 3).
         eager: which function makes the scores in eager code: "scaled"; products of
-            "scaled_queries" (MVP); "beside_sum", which live beside their sum with the mask until
-            the softmax is done (Falcon); "named", one fused product whose operands the class names
-            until it returns (BLOOM); of queries and keys in "fp32" (GPT-J, GPT-Neo); with "sinks",
-            one more logit for each head, which no value belongs to (gpt-oss).
+            "scaled_queries" (MVP), or of those that were scaled before, "bounded" by the least
+            number behind the mask (OPT before 4.49); "beside_sum", which live beside their sum with
+            the mask until the softmax is done (Falcon); "named", one fused product whose operands
+            the class names until it returns (BLOOM); of queries and keys in "fp32" (GPT-J,
+            GPT-Neo); with "sinks", one more logit for each head, which no value belongs to
+            (gpt-oss).
         rotated_parts: parts of each head that are rotated apart, one for each axis of an image,
             and concatenated.
         joins_rotation: rotated and unrotated parts of the heads are concatenated, so that

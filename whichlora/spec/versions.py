@@ -258,6 +258,11 @@ class Libraries:
         return self.older("transformers", "4.45")
 
     @property
+    def holds_outputs(self) -> bool:
+        """`generate` names an output, its logits among it, until the next. Read: `del outputs`."""
+        return self.older("transformers", "4.42")
+
+    @property
     def shifts_logits(self) -> bool:
         """The loss copies its fp32 logits to drop the last position; later it shifts labels."""
         return self.older("transformers", "4.50")

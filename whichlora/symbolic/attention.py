@@ -719,6 +719,8 @@ def _eager_kernel(
     elif attention.causal or masks_keys(attention, dtypes) or code.masked:
         mask = tape.weight(_pairs(code, attention, 1), code.stream_bytes)  # one for all heads
         scores = code.add(scores, mask)
+        if attention.eager == "bounded":
+            scores = code.maximum(scores)
     if attention.eager == "sinks":
         probabilities = _softmax_with_sinks(code, attention, scores)
     else:
@@ -791,6 +793,12 @@ def _scores_of_scaled_queries(code: OpEmitter, q: Tensor, k: Tensor, shape: Line
     return scores, ()
 
 
+def _plain_scores(code: OpEmitter, q: Tensor, k: Tensor, shape: LinearForm) -> Scores:
+    """Source: transformers 4.48 `OPTAttention.forward`."""
+    _, _, scores = _product(code, *_factors(code, q, k), shape)
+    return scores, ()
+
+
 def _named_scores(code: OpEmitter, q: Tensor, k: Tensor, shape: LinearForm) -> Scores:
     """One `baddbmm` also adds the bias. Source: transformers 5.23 `BloomAttention.forward`."""
     steps = _product(code, *_factors(code, q, k), shape)
@@ -801,6 +809,7 @@ _SCORES: dict[EagerScores, Callable[[OpEmitter, Tensor, Tensor, LinearForm], Sco
     "scaled": _scaled_scores,
     "scaled_queries": _scores_of_scaled_queries,
     "beside_sum": _scaled_scores,
+    "bounded": _plain_scores,
     "named": _named_scores,
     "fp32": _scaled_scores,
     "sinks": _scaled_scores,

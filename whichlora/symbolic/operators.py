@@ -178,6 +178,16 @@ class OpEmitter:
             [x], x.elements, x.size, saves=[x], inner_backward=(masks, masks), what="clamp"
         )
 
+    def maximum(self, x: Tensor) -> Tensor:
+        """Of a tensor and a number that is one, too.
+
+        Source: derivatives.yaml of torch 2.13: `where(self == other, grad / 2, grad)`.
+        """
+        inner = scaled(x.elements, 1 + x.size)
+        return self.tape.op(
+            [x], x.elements, x.size, saves=[x], inner_backward=inner, what="maximum"
+        )
+
     def add(self, x: Tensor, y: Tensor, what: str = "sum") -> Tensor:
         size = max(x.size, y.size)
         return self.tape.op([x, y], x.elements, size, passes=True, what=what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whichlora.memory.layer_bytes import reads_last
+from whichlora.memory.loss import scores_prompt
 from whichlora.methods.base import AdapterWork
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.layer import Attention, Layer, LayerGroup, Linear
@@ -344,8 +345,7 @@ def inference_work(
     tokens = batch_size if decoding else batch_size * context
     head, around = head_weights(model)
     vocab = num_logits(model)
-    scores_all = dtypes.libraries.scores_whole_prompt or model.scores_prompt
-    scores_all = scores_all or not model.can_generate
+    scores_all = scores_prompt(model, dtypes) or not model.can_generate
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
         head = head + around

@@ -15,6 +15,7 @@ Autocast, where the precision has it, is a `with torch.autocast(...)` around for
 
 from __future__ import annotations
 
+from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers.base import OutputsHeld, Trainer, always
 
@@ -24,12 +25,19 @@ def _outputs_held(run: RunConfig) -> OutputsHeld:
 
 
 def _notes(run: RunConfig) -> tuple[str, ...]:
-    if run.gradient_checkpointing:  # which switches the cache off
-        return ()
+    if run.gradient_checkpointing or run.trainer_option("use_cache"):
+        return ()  # the former switches the cache off
     return (
         "the loop is counted with model.config.use_cache = False; else its outputs hold the keys "
-        "and values of every layer, too",
+        "and values of every layer, too: --trainer-option use_cache=true",
     )
+
+
+_CACHE = Option(
+    name="use_cache",
+    summary="the model caches while it trains, so that outputs hold keys and values, too",
+    default=False,
+)
 
 
 TRAINER = Trainer(
@@ -40,4 +48,5 @@ TRAINER = Trainer(
     outputs_held=_outputs_held,
     narrows_embedding_states=always,  # only the Trainer asks bitsandbytes for 32 bits
     notes=_notes,
+    options=(_CACHE,),
 )
