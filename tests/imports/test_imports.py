@@ -738,12 +738,9 @@ NUM_GPUS=4
 STEPS={text}
 {SFT.strip()} --gradient_accumulation_steps $STEPS
 """
-    if steps is None:
-        with pytest.raises(ConfigError):
-            imported(tmp_path, sft_sh=script)
-    else:
-        read = imported(tmp_path, sft_sh=script)
-        assert read.settings["gradient_accumulation_steps"] == steps
+    read = imported(tmp_path, sft_sh=script)
+    assert ("gradient_accumulation_steps" in read.refused) == (steps is None)
+    assert read.settings["gradient_accumulation_steps"] == (steps or 1)
 
 
 def test_a_number_of_gpus_that_the_machine_says_is_not_known(tmp_path: Path) -> None:
@@ -1154,11 +1151,11 @@ FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_sh": "#!/bin/bash\npython a.py 'x\n"}, "has a quote that is not closed"),
     ({"a_sh": SFT + "\n" + SFT}, "has 2 commands to predict"),
     (
-        {"a_sh": SFT.replace("--lora_r 32", "--lora_r $HOME")},
+        {"a_sh": SFT.replace("--lora_r 32", "--optim $HOME")},
         "has a variable that the file does not set",
     ),
     (
-        {"a_sh": SFT.replace("--lora_r 32", "--lora_r $(id)")},
+        {"a_sh": SFT.replace("--lora_r 32", "--optim $(id)")},
         "has a variable that the file does not set",
     ),
     ({"a_sh": SFT.replace("python", "torchrun --nproc_per_node=-1")}, "is not a number of GPUs"),
@@ -1288,6 +1285,54 @@ def test_a_variable_of_the_shell_before_a_models_name_is_a_folder(tmp_path: Path
     assert read.settings["model"] == MODEL
     unset = imported(tmp_path, a_sh=SFT.replace(MODEL, "$HOME"))
     assert "has a variable that the file does not set" in unset.refused["model"]
+
+
+def test_a_users_option_stands_for_a_variable_that_the_script_does_not_set(tmp_path: Path) -> None:
+    (path,) = files_of(
+        tmp_path, a_sh=SFT.replace("--lora_r 32", "--lora_r $RANK --deepspeed $HERE/zero3.json")
+    )
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(
+        ConfigError, match=r"lora_r: '\$RANK' has a variable .*; pass --r to predict"
+    ):
+        estimate(from_file=path, gpu=GPU, gpus=2)
+    (prediction,) = estimate(from_file=path, gpu=GPU, gpus=2, r=64)
+    assert prediction.run.r == 64
+    assert prediction.run.parallel is not None
+    assert prediction.run.parallel.strategy == "zero3"
+
+
+def test_accelerates_file_spreads_a_run_whose_settings_the_user_names(tmp_path: Path) -> None:
+    (path,) = files_of(tmp_path, accelerate_yaml=FSDP_CONFIG)
+    (read,) = estimate(MODEL, from_file=path, gpu=GPU, method="full")
+    (asked,) = estimate(
+        MODEL,
+        gpu=GPU,
+        gpus=2,
+        method="full",
+        parallel="fsdp",
+        fsdp_version="1",
+        backward_prefetch="BACKWARD_PRE",
+    )
+    assert read.run == asked.run
+    assert read.memory == asked.memory
+
+
+def test_deepspeeds_file_spreads_a_run_whose_settings_the_user_names(tmp_path: Path) -> None:
+    zero = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": "auto",
+        "fp16": {"enabled": True},
+    }
+    (path,) = files_of(tmp_path, ds_json=json.dumps(zero))
+    (prediction,) = estimate(MODEL, from_file=path, gpu=GPU, gpus=2, method="full")
+    assert prediction.run.batch_size == 3
+    assert prediction.run.gradient_accumulation_steps == 1
+    assert prediction.run.precision == "fp16"
+    assert prediction.run.parallel is not None
+    assert prediction.run.parallel.strategy == "zero3"
+    assert dict(prediction.run.parallel.options)["offload"] == ("optimizer",)
 
 
 @pytest.mark.parametrize(

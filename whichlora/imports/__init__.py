@@ -30,7 +30,7 @@ from whichlora.imports.base import Imported, Keys, Launch, Tool
 from whichlora.imports.command import Command
 from whichlora.imports.files import Kind, MissingFileError, Source, find_file, read_source
 from whichlora.imports.python_calls import IMPORT
-from whichlora.imports.spread import OF_TOOL, number_of_gpus
+from whichlora.imports.spread import OF_TOOL, launch_settings, number_of_gpus
 from whichlora.spec.members import Members
 from whichlora.spec.versions import Libraries
 
@@ -117,10 +117,7 @@ class _Files:
         settings = self._only("settings") or self._configuration(script, command)
         main = script or settings
         if main is None:
-            raise ConfigError(
-                f"{self.sources[0].path}: says nothing of a training; give it beside the "
-                "configuration or the command of one, with another --from"
-            )
+            return self._launch_alone()
         shown = settings or main
         values = {**shown.values, **({} if shown.is_code else command.options)}
         tool = _tool_of(shown, command.program, values)
@@ -152,6 +149,36 @@ class _Files:
         )
         launch = _with_pins(launch, self._pins(shown, main))
         return _under_pins(tool.imported(str(shown.path), keys, launch, list(values)), launch.pins)
+
+    def _launch_alone(self) -> Imported:
+        """How a run is spread, of accelerate's or DeepSpeed's file; the user names the rest.
+
+        Raises:
+            ConfigError: the user names no model.
+        """
+        first = self.sources[0]
+        if not self.model:
+            raise ConfigError(
+                f"{first.path}: says nothing of a training; give the configuration or the command "
+                "of one with another --from, or name the model and its settings: whichlora "
+                f"estimate MODEL --method lora --from {first.path}"
+            )
+        config, zero = self._only("accelerate"), self._only("deepspeed")
+        keys = Keys({}, lambda name: str(first.path), asked_model=self.model)
+        accelerate = config.values if config else {}
+        launch = self._launch(first, Command(program=""), accelerate, {})
+        settings = {
+            "model": self.model,
+            **launch_settings(keys, launch, zero.values if zero else {}),
+        }
+        return Imported(
+            path=str(first.path),
+            tool="accelerate" if config else "DeepSpeed",
+            settings=settings,
+            unknown=tuple(sorted(keys.unknown)),
+            assumed=tuple(keys.assumed),
+            refused=keys.refused,
+        )
 
     def _pins(self, *sources: Source) -> Mapping[str, str]:
         """Versions that the last of `sources` installs; none where the user states versions."""

@@ -29,6 +29,7 @@ from whichlora.units import counted
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _COMPUTED = "is computed, which is not read"
+_OF_SHELL = "has a variable that the file does not set"
 _NAMES = re.compile(r"[\w.,\s-]*")
 _PATH = re.compile(r"^[/.~]|\\|/.*/|/$")  # what no hub id looks like
 _OF_IMAGES = re.compile(r"image|pixels?\b|vision|vit\b|vit_|multi_modal|aligner", re.IGNORECASE)
@@ -193,11 +194,19 @@ class Keys:
         """The value as it is; None where the key is missing or empty."""
         value = self._values.get(name)
         self.used[name] = None
-        if name in self._from_shell and isinstance(value, str) and "$" in value:
-            raise self.fault(name, "has a variable that the file does not set; write the value")
+        if self._has_variable(name):
+            raise self.fault(name, f"{_OF_SHELL}; write the value")
         if isinstance(value, Unread):
             raise self.fault(name, f"{_COMPUTED}; write the value")
         return value
+
+    def file(self, name: str) -> Any:
+        """The value as it is; of a path whose folder the shell names, its last part."""
+        folder, _, last = str(self._values.get(name)).rpartition("/")
+        if "$" in folder and "$" not in last and self._has_variable(name):
+            self.used[name] = None
+            return last
+        return self.raw(name)
 
     def read_elsewhere(self, name: str) -> None:
         """Mark a key as read, whose content other keys hold."""
@@ -208,10 +217,16 @@ class Keys:
         return isinstance(self._values.get(name), Unread)
 
     def refuse_unread(self, setting: str, name: str) -> bool:
-        """Whether the value is computed; then the user has to give `setting`."""
-        if self.is_unread(name):
-            self.refuse(setting, name, f"{self._values[name]!r} {_COMPUTED}")
-        return self.is_unread(name)
+        """Whether the value is computed, or the shell's; then the user has to give `setting`."""
+        why = _COMPUTED if self.is_unread(name) else _OF_SHELL if self._has_variable(name) else ""
+        if why:
+            self.refuse(setting, name, f"{self._values[name]!r} {why}")
+        return bool(why)
+
+    def _has_variable(self, name: str) -> bool:
+        """Whether the value is a variable of the shell that the file does not set."""
+        value = self._values.get(name)
+        return name in self._from_shell and isinstance(value, str) and "$" in value
 
     def switched_on(self, words: Collection[str], *, without: Collection[str] = ()) -> str:
         """A key with one of `words` in its name that is on; empty where none is.
@@ -309,7 +324,7 @@ class Keys:
         if self.is_unread(name):
             self.refuse_several("model", name)
             return ""
-        in_shell = name in self._from_shell and "$" in str(self._values.get(name))
+        in_shell = self._has_variable(name)
         path = str(self._values[name]) if in_shell else self.word(name)
         if not in_shell and (os.path.exists(os.path.expanduser(path)) or not _PATH.search(path)):
             return path
@@ -320,7 +335,7 @@ class Keys:
             return path.rstrip("/")
         else:
             near = near_matches(path.rstrip("/"), limit=1)
-            why = "has a variable that the file does not set" if in_shell else "is not on this host"
+            why = _OF_SHELL if in_shell else "is not on this host"
             example = f" (MODEL such as {near[0]})" if near else ""
             self.refuse("model", name, f"{path[:80]} {why}{example}")
         return model_name
