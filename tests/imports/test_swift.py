@@ -179,3 +179,38 @@ def test_a_command_that_does_not_train(tmp_path: Path) -> None:
         ConfigError, match=r"no command that trains or serves; accepted are .*swift"
     ):
         imported(tmp_path, f"swift infer --model {MODEL} --stream true")
+
+
+def test_arguments_of_version_two_are_those_of_today(tmp_path: Path) -> None:
+    old = f"--model_id_or_path {MODEL} --sft_type lora --dtype bf16 --batch_size 3 "
+    old += "--lora_target_modules q_proj v_proj --lora_dropout_p 0.1 --use_flash_attn true"
+    new = f"--model {MODEL} --tuner_type lora --torch_dtype bfloat16 "
+    new += "--per_device_train_batch_size 3 --target_modules q_proj v_proj --lora_dropout 0.1 "
+    new += "--attn_impl flash_attn"
+    reads = [imported(tmp_path, f"swift sft {each} --max_length 512") for each in (old, new)]
+    assert reads[0].settings == reads[1].settings
+    assert reads[0].settings["target_modules"] == ("q_proj", "v_proj")
+    assert reads[0].unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "offload"),
+    [
+        ("default-zero2", "zero2", ()),
+        ("default-zero3", "zero3", ()),
+        ("zero2-offload", "zero2", ("optimizer",)),
+        ("zero3-offload", "zero3", ("optimizer", "params")),
+    ],
+)
+def test_deepspeed_files_have_the_names_of_version_two(
+    name: str, strategy: str, offload: tuple[str, ...], tmp_path: Path
+) -> None:
+    read = imported(tmp_path, f"NPROC_PER_NODE=2 swift sft {PLAIN} --deepspeed {name}")
+    assert read.settings["parallel"] == strategy
+    assert tuple(sorted(read.settings.get("offload", ()))) == offload
+
+
+def test_one_process_spreads_a_model_over_the_gpus_that_it_sees(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"NPROC_PER_NODE=1 CUDA_VISIBLE_DEVICES=0,1 swift sft {PLAIN}")
+    assert import_files([script], gpus=2).settings["parallel"] == "device-map"

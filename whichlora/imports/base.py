@@ -176,6 +176,10 @@ class Keys:
         """The same keys, and those of `defaults` that are not stated."""
         return self._with({**defaults, **self._values})
 
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Add what the file says under other names, where it has no value of these."""
+        self._values = {**values, **self._values}
+
     def _with(self, values: Mapping[str, Any]) -> Keys:
         keys = Keys(values, self._where, asked_model=self.asked_model)
         keys.assumed, keys.refused, keys.used = self.assumed, self.refused, self.used

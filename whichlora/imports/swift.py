@@ -64,18 +64,33 @@ _ZERO_3: Mapping[str, Any] = {
     "stage3_max_live_parameters": 1e9,
     "stage3_max_reuse_distance": 1e9,
 }
-_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{f"zero{stage}": {**_ZERO, "stage": stage} for stage in (0, 1, 2)},
     "zero2_offload": {**_ZERO, "stage": 2, "offload_optimizer": _HOST},
     "zero3": _ZERO_3,
     "zero3_offload": {**_ZERO_3, "offload_optimizer": _HOST, "offload_param": _HOST},
 }
+# 2.5 swift/llm/utils/argument.py, `deepspeed_mapping`
+_DEEPSPEED = {
+    **_CONFIGS,
+    **{f"default-{name}": _CONFIGS[name] for name in ("zero2", "zero3")},
+    **{f"{name}-offload": _CONFIGS[f"{name}_offload"] for name in ("zero2", "zero3")},
+}
+# Arguments of 2 → those of 4; 2.5 swift/llm/utils/argument.py, `handle_compatibility`
+_OF_TWO = {
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "lora_dropout_p": "lora_dropout",
+    "lora_target_modules": "target_modules",
+}
+_DTYPES_OF_TWO = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FSDP: Mapping[str, Mapping[str, Any]] = {
     "fsdp2": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
 }
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    _take_words_of_two(keys)
     name = keys.model(*_MODELS)
     launch = _with_process(keys, launch)
     settings: dict[str, Any] = {"model": name}
@@ -114,6 +129,16 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if not keys.flag("freeze_aligner", True) and settings["freeze_vision_tower"]:
         keys.assume("freeze_aligner", "is not predicted; assumed: frozen, too")
     return settings
+
+
+def _take_words_of_two(keys: Keys) -> None:
+    """Give the arguments of ms-swift 2 their names of today."""
+    named = {name: keys.file(old) for old, name in _OF_TWO.items() if old in keys}
+    if width := _DTYPES_OF_TWO.get(str(keys.raw("dtype")).lower()):
+        named["torch_dtype"] = width
+    if "use_flash_attn" in keys:
+        named["attn_impl"] = "flash_attn" if keys.flag("use_flash_attn") else "sdpa"
+    keys.take(named)
 
 
 def _eval_rows(keys: Keys) -> int:
@@ -174,7 +199,7 @@ def _reentrant(settings: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _is_one_process(launch: Launch) -> bool:
-    return "NPROC_PER_NODE" not in launch.environment and not launch.has_launcher
+    return launch.environment.get("NPROC_PER_NODE", "1") == "1" and not launch.has_launcher
 
 
 def _with_process(keys: Keys, launch: Launch) -> Launch:
@@ -184,12 +209,12 @@ def _with_process(keys: Keys, launch: Launch) -> Launch:
     """
     if launch.gpus is not None or "deepspeed" not in keys or not _is_one_process(launch):
         return launch
-    keys.assume("deepspeed", "one process without NPROC_PER_NODE; assumed: on one GPU")
+    keys.assume("deepspeed", "one process, as NPROC_PER_NODE has it; assumed: on one GPU")
     return replace(launch, gpus=1)
 
 
 def _over_gpus(launch: Launch, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Without `NPROC_PER_NODE` one process spreads the layers of its model over what it sees."""
+    """One process spreads the layers of its model over the GPUs that it sees."""
     if _is_one_process(launch) and settings.get("parallel") == "ddp":
         return {"parallel": "device-map"}
     return {}
@@ -298,6 +323,7 @@ TOOL = Tool(
     without_effect=(
         *WITHOUT_EFFECT,
         *("dataset", "val_dataset", "split_dataset_ratio", "cached_*", "custom_*", "columns"),
+        *("check_*", "custom_train_dataset_path", "train_dataset_*", "template_type"),
         *("system", "template", "template_backend", "model_author", "model_name", "model_type"),
         *("use_hf", "load_from_cache_file", "lazy_tokenize", "strict", "shuffle_*", "interleave_*"),
         *("truncation_strategy", "loss_scale", "loss_type", "acc_strategy", "check_model"),
