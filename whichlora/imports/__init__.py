@@ -126,8 +126,10 @@ class _Files:
             values.setdefault(tool.positional, command.files[0])
             in_shell.add(tool.positional)
         values = {name: each for name, each in values.items() if not name.startswith(IMPORT)}
+        built_in: Mapping[str, Any] = {}
         if settings is None:
-            values = {**_built_in(main, tool, command.options.get("config")), **tool.flat(values)}
+            built_in = _built_in(main, tool, command.options.get("config"))
+            values = {**built_in, **tool.flat(values)}
         else:
             values = tool.flat(values)
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
@@ -143,6 +145,9 @@ class _Files:
         keys.assumed += _notes(command, tool)
         if self.of_tool:
             keys.assume(self.of_tool, OF_TOOL)
+        if built_in:
+            text = f"as {tool.name} {tool.configs_release} has it"
+            keys.assume("config", f"{text}; give the file of another release with another --from")
         launch = self._launch(main, command, accelerate, values)
         launch = replace(
             launch, deepspeed_configs=tool.deepspeed_configs, fsdp_configs=tool.fsdp_configs
@@ -191,7 +196,11 @@ class _Files:
         config = command.options.get("config")
         for name in (*command.files, config):
             if script and isinstance(name, str) and name.endswith(_SUFFIXES):
-                return self._named(script, "the configuration", name, "settings")
+                try:
+                    return self._named(script, "the configuration", name, "settings")
+                except MissingFileError:
+                    if not _comes_with_tool(command.program, name):
+                        raise
         return self._code(script, command)
 
     def _code(self, script: Source | None, command: Command) -> Source | None:
@@ -322,6 +331,12 @@ def _built_in(main: Source, tool: Tool, name: Any) -> Mapping[str, Any]:
             "are predicted; give its file with another --from"
         )
     return content
+
+
+def _comes_with_tool(program: str, name: str) -> bool:
+    """Whether the tool that `program` starts has a configuration of this name."""
+    tools = [tool for tool in list_tools().values() if program in tool.programs]
+    return any(tool.configs is not None and tool.configs(name) is not None for tool in tools)
 
 
 def _as_config(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

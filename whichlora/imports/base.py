@@ -477,6 +477,7 @@ class Tool:
         positional: the key of what stands before all options; empty: nothing does.
         configs: the keys of a configuration that comes with it, by the name that `--config` has;
             sections are in front of them. None where none come with it.
+        configs_release: of the tool, whose configurations these are.
         images: of containers that start its program, without their tag.
     """
 
@@ -502,6 +503,7 @@ class Tool:
     component: str = ""
     positional: str = ""
     configs: Callable[[str], Mapping[str, Any] | None] | None = None
+    configs_release: str = ""
     images: tuple[str, ...] = ()
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def missing_dtype(
         usual if spec is None else spec.dtype,
         is_quantised=is_quantised or (spec is not None and "quantization_config" in spec.config),
     )
-    if loader.told_dtype == "float32":
+    if loader.told_dtype in ("float32", "bfloat16"):
         return width, f"loaded in {width}, as its trainer does"
     if libraries.loads_wide:
         return width, f"loaded in {width}, as transformers {libraries.transformers} does"
