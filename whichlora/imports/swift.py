@@ -209,7 +209,7 @@ def _with_process(keys: Keys, launch: Launch) -> Launch:
     """
     if launch.gpus is not None or "deepspeed" not in keys or not _is_one_process(launch):
         return launch
-    keys.assume("deepspeed", "one process, as NPROC_PER_NODE has it; assumed: on one GPU")
+    keys.assume("deepspeed", "one process without NPROC_PER_NODE; assumed: on one GPU")
     return replace(launch, gpus=1)
 
 
