@@ -1361,3 +1361,22 @@ def test_ppo_is_refused_with_what_comes_near(tmp_path: Path) -> None:
     code = f'm = AutoModelForCausalLM.from_pretrained("{MODEL}")\nPPOTrainer(model=m)\n'
     read = imported(tmp_path, script_py=code)
     assert "TRL's ppo is not read; nearest is --trainer grpo" in read.refused["trainer"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "length"),
+    [
+        ("torchrun --nproc_per_node=4 train.py --data_path a.json", 512),
+        ("torchrun --nproc_per_node=4 fastchat/train/train_mem.py --data_path a.json", 512),
+        ("torchrun --nproc_per_node=4 train.py --data_path a.json --model_max_length 2048", 2048),
+        ("torchrun --nproc_per_node=4 finetune.py --data_path a.json", None),
+        ("torchrun --nproc_per_node=4 train.py", None),
+    ],
+)
+def test_a_script_like_stanford_alpacas_cuts_rows_at_its_default(
+    launch: str, length: int | None, tmp_path: Path
+) -> None:
+    read = imported(tmp_path, a_sh=f"{launch} --model_name_or_path {MODEL} --bf16 True")
+    assert read.settings.get("seq_len") == length
+    assert read.unknown == ()
+    assert any("Stanford Alpaca" in note for note in read.assumed) == (length == 512)
