@@ -157,6 +157,10 @@ class Keys:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def names_in_file(self) -> tuple[str, ...]:
+        """All keys, in their order."""
+        return tuple(self._values)
+
     def states_none(self, name: str) -> bool:
         """Whether the key has an empty value, which switches off what has a default."""
         return name in self._values and self._values[name] is None
