@@ -590,12 +590,20 @@ def test_llamafactory_s_preferences_have_its_own_trainers(
         (LLAMAFACTORY.replace("stage: sft", "stage: rm"), "rm are not predicted, which train"),
         (LLAMAFACTORY.replace("stage: sft", "stage: ppo"), "ppo are not predicted, which write"),
         (AXOLOTL_QLORA + "rl: grpo\n", "'grpo' is not predicted; dpo, kto, orpo, simpo, ipo are"),
-        (AXOLOTL_QLORA + "rl: true\n", "'true' is not predicted; dpo, kto, orpo, simpo, ipo are"),
         (AXOLOTL_QLORA + "process_reward_model: true\n", "rewards of each step are not"),
     ],
 )
 def test_steps_that_are_not_predicted_say_which_are(text: str, reason: str, tmp_path: Path) -> None:
     assert reason in imported(tmp_path, a_yaml=text).refused["trainer"]
+
+
+def test_the_switch_of_older_axolotl_files_is_dpo(tmp_path: Path) -> None:
+    """github.com/axolotl-ai-cloud/axolotl/issues/1108, of 2024-01"""
+    switched, named = (
+        imported(tmp_path, a_yaml=f"{AXOLOTL_QLORA}rl: {rl}\n") for rl in ("true", "dpo")
+    )
+    assert switched.settings == named.settings
+    assert any("rl: is a switch" in note for note in switched.assumed)
 
 
 def test_trl_dpo(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ AS_TYPED = {
     "ministral 8b": "mistralai/Ministral-8B-Instruct-2410",
     "phi-4": "microsoft/phi-4",
     "phi4:14b": "microsoft/phi-4",
+    "qwen3-next-80b": "Qwen/Qwen3-Next-80B-A3B-Instruct",  # and not Qwen3-Coder-Next, of 80B, too
     "phi 4 mini": "microsoft/Phi-4-mini-instruct",
     "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
     "phi3:3.8b": "microsoft/Phi-3-mini-4k-instruct",
