@@ -947,3 +947,11 @@ def test_an_export_takes_a_type_with_its_number(tmp_path: Path) -> None:
     done = whichlora(*asked, "--gpu", "8xh100")
     assert done.exit_code == 0, done.output
     assert "zero3 on 8 GPUs" in done.output
+
+
+@pytest.mark.parametrize("command", ["where", "explain"])
+def test_several_models_are_refused_with_the_command_that_takes_them(command: str) -> None:
+    result = whichlora(command, MODEL, "Qwen/Qwen2.5-7B", "--method", "qlora")
+    assert result.exit_code == 2
+    assert f"model: {command} takes one value, got {MODEL},Qwen/Qwen2.5-7B; " in result.stderr
+    assert "'whichlora estimate' takes lists" in result.stderr
