@@ -214,3 +214,11 @@ def test_one_process_spreads_a_model_over_the_gpus_that_it_sees(tmp_path: Path) 
     script = tmp_path / "train.sh"
     script.write_text(f"NPROC_PER_NODE=1 CUDA_VISIBLE_DEVICES=0,1 swift sft {PLAIN}")
     assert import_files([script], gpus=2).settings["parallel"] == "device-map"
+
+
+def test_a_generative_reranker_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    """github.com/modelscope/ms-swift/issues/4805, whose logits of 8,192 tokens do not fit"""
+    read = imported(tmp_path, f"swift sft {PLAIN} --task_type generative_reranker")
+    assert "logits of all tokens of a text and its negatives" in read.refused["task"]
+    other = imported(tmp_path, f"swift sft {PLAIN} --task_type embedding")
+    assert "logits" not in other.refused["task"]

@@ -45,6 +45,11 @@ _KERNELS = {
 }
 # `rlhf_type` → our trainer of the TRL class that its trainer extends
 _PREFERENCES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "grpo": "grpo"}
+# `task_type` → what its steps hold; 3.6 swift/plugin/loss.py, `generative_reranker_loss`
+_HOLDS = {
+    "generative_reranker": "; steps of 3.6 hold logits of all tokens of a text and its negatives, as "
+    "those of the next token without --from, --batch-size 1 and the number of negatives"
+}
 _OPTIMIZERS = ("default", "lorap", "multimodal")  # of the Trainer, in groups
 _COMPUTES = "bnb_4bit_compute_dtype"
 _NOT_PREDICTED = "is not predicted"
@@ -178,7 +183,7 @@ def _task(keys: Keys) -> dict[str, Any]:
     if kind == "seq_cls":
         return {"task": "sequence-classification"}
     if kind != "causal_lm":
-        text = f"{kind[:40]!r} is not read; causal_lm and seq_cls are"
+        text = f"{kind[:40]!r} is not read; causal_lm and seq_cls are{_HOLDS.get(kind, '')}"
         keys.refuse("task", "task_type", text)
     return {}
 
