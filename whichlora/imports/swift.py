@@ -47,8 +47,8 @@ _KERNELS = {
 _PREFERENCES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "grpo": "grpo"}
 # `task_type` → what its steps hold; 3.6 swift/plugin/loss.py, `generative_reranker_loss`
 _HOLDS = {
-    "generative_reranker": "; steps of 3.6 hold logits of all tokens of a text and its negatives, as "
-    "those of the next token without --from, --batch-size 1 and the number of negatives"
+    "generative_reranker": "; steps of 3.6 hold logits of all tokens of a text and its negatives, "
+    "as those of the next token without --from, --batch-size 1 and the number of negatives"
 }
 _OPTIMIZERS = ("default", "lorap", "multimodal")  # of the Trainer, in groups
 _COMPUTES = "bnb_4bit_compute_dtype"
