@@ -519,6 +519,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--lora-r", "8"), "No such option '--lora-r'. Did you mean '--r'?; see"),
     (("--load-in-4bit",), "Did you mean '--method qlora'?"),
     (("--max-model-len", "8"), "Did you mean '--context'?"),
+    (("--cutoff_len", "8"), "No such option '--cutoff_len'. Did you mean '--seq-len'?"),
+    (("--learning_rate", "8"), "it has no say in memory and time, so leave it out"),
     (("--max-num-seqs", "8"), "Did you mean '--serving-option max_num_seqs=VALUE'?"),
     (("--num-generations", "8"), "Did you mean '--trainer-option num_generations=VALUE'?"),
     (("--lora-alpha", "8"), "'--lora-alpha': it has no say in memory and time, so leave it out"),

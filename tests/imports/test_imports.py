@@ -1239,6 +1239,28 @@ def test_a_misspelt_key_is_unknown_and_not_without_effect(
     assert read.unknown == (misspelt,)
 
 
+@pytest.mark.parametrize(
+    ("key", "spelled"),
+    [
+        ("micro_batch_size", "micro_batch_sise"),
+        ("gradient_accumulation_steps", "gradient_acumulation_steps"),
+        ("sequence_len", "sequence_lenght"),
+        ("", "nothing_like_it"),
+    ],
+)
+def test_a_note_names_the_key_that_an_unknown_one_is_spelled_like(
+    key: str, spelled: str, tmp_path: Path
+) -> None:
+    read = imported(tmp_path, file_yaml=f"base_model: {MODEL}\nadapter: lora\n{spelled}: 4\n")
+    told = f"{spelled} ({key}?)" if key else spelled
+    assert any(note.endswith(f"unknown keys, not used: {told}") for note in read.notes)
+
+
+def test_a_misspelt_key_of_the_model_is_told_from_a_file_of_no_tool(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"which is under base_model in such .*, not base_modle"):
+        imported(tmp_path, file_yaml=f"base_modle: {MODEL}\nadapter: lora\n")
+
+
 def test_keys_of_accelerates_and_deepspeeds_files_that_nothing_reads_are_named(
     tmp_path: Path,
 ) -> None:

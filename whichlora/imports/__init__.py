@@ -33,6 +33,7 @@ from whichlora.imports.python_calls import IMPORT
 from whichlora.imports.spread import OF_TOOL, launch_settings, number_of_gpus
 from whichlora.spec.members import Members
 from whichlora.spec.versions import Libraries
+from whichlora.spec.words import meant
 
 _TOOLS = Members[Tool](
     "tool",
@@ -428,7 +429,13 @@ def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
         and not (is_command and tool.commands_have.isdisjoint(values) and tool.commands_have)
     ]
     if not candidates:
-        names = ", ".join(sorted({name for tool in reading for name in tool.models}))
+        models = sorted({name for tool in reading for name in tool.models})
+        names = ", ".join(models)
+        for key in values:
+            if near := meant(key, models):
+                raise ConfigError(
+                    f"{main.path}: names no model, which is under {near} in such a file, not {key}"
+                )
         what = f"{program} is" if is_command else "is"
         raise ConfigError(
             f"{main.path}: {what} of no tool that is known; known are {', '.join(tools)}, whose "

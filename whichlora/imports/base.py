@@ -24,6 +24,7 @@ from whichlora.spec.run import (
 )
 from whichlora.spec.targets import PATTERN
 from whichlora.spec.versions import Libraries
+from whichlora.spec.words import meant
 from whichlora.store.models import find_copy, named_by_path, near_matches
 from whichlora.units import counted
 
@@ -31,6 +32,7 @@ _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 _COMPUTED = "is computed, which is not read"
 _OF_SHELL = "has a variable that the file does not set"
 _NAMES = re.compile(r"[\w.,\s-]*")
+_SHORT = 3  # letters of keys that others are never taken for
 _PATH = re.compile(r"^[/.~]|\\|/.*/|/$")  # what no hub id looks like
 _OF_IMAGES = re.compile(r"image|pixels?\b|vision|vit\b|vit_|multi_modal|aligner", re.IGNORECASE)
 # Classes and models that are made for images; others read them, too.
@@ -48,7 +50,8 @@ class Imported:
         path: the file that was read, or the first of them.
         tool: name of the importer.
         settings: one value of each, by the names that `combinations.grid` takes.
-        unknown: keys that the importer does not know, and so did not use.
+        unknown: keys that the importer does not know, and so did not use; meant: those that some
+            of them are spelled like.
         without_effect: keys that change neither bytes nor time of a step.
         assumed: key and what was predicted in its place.
         refused: setting → why the file's value can't be predicted; the user's own value may.
@@ -64,6 +67,7 @@ class Imported:
     tool: str
     settings: Mapping[str, Any]
     unknown: tuple[str, ...] = ()
+    meant: Mapping[str, str] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +81,9 @@ class Imported:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user: unknown keys, assumptions, and whose file it is."""
-        unknown = [f"unknown keys, not used: {', '.join(self.unknown)}"] if self.unknown else []
+        near = {name: f"{name} ({key}?)" for name, key in self.meant.items()}
+        named = ", ".join(near.get(name, name) for name in self.unknown)
+        unknown = [f"unknown keys, not used: {named}"] if self.unknown else []
         read = f"{READ_AS} {self.tool}"
         if self.without_effect:
             keys = counted(len(self.without_effect), "key")
@@ -540,11 +546,13 @@ class Tool:
                     keys.used.pop(name, None)
         unused = [name for name in names if name not in keys.used]
         idle = [name for name in unused if self.has_no_effect(name)]
+        unknown = tuple(sorted({*unused, *keys.unknown} - set(idle)))
         return Imported(
             path=path,
             tool=self.name,
             settings=settings,
-            unknown=tuple(sorted({*unused, *keys.unknown} - set(idle))),
+            unknown=unknown,
+            meant={name: near for name in unknown if (near := self._meant(name, keys.used))},
             without_effect=tuple(sorted(idle)),
             assumed=tuple(keys.assumed),
             refused=keys.refused,
@@ -555,6 +563,15 @@ class Tool:
             keys=keys.saying,
             oldest=keys.oldest,
         )
+
+    def _meant(self, name: str, read: Collection[str]) -> str:
+        """The key that an unknown one is spelled like, such as micro_batch_sise; else empty.
+
+        Args:
+            read: keys that the importer asked for, whether they are there or not.
+        """
+        known = {*read, *self.unmodelled, *self.without_effect} - {name}
+        return meant(name, [each for each in known if len(each) > _SHORT])
 
     def has_no_effect(self, name: str) -> bool:
         """Whether a key changes neither bytes nor time of a step, as far as it is known."""
