@@ -957,3 +957,13 @@ def test_several_models_are_refused_with_the_command_that_takes_them(command: st
     assert result.exit_code == 2
     assert f"model: {command} takes one value, got {MODEL},Qwen/Qwen2.5-7B; " in result.stderr
     assert "'whichlora estimate' takes lists" in result.stderr
+
+
+def test_guide_takes_models_as_arguments_and_in_a_list() -> None:
+    told = whichlora("guide", MODEL, "--models", "gpt2,EleutherAI/pythia-160m", "--gpu", "l4-24gb")
+    assert told.exit_code == 0, told.stderr
+    shown = [line.split()[0] for line in told.stdout.splitlines() if "l4-24gb " in line]
+    assert shown[:3] == [MODEL, "gpt2", "EleutherAI/pythia-160m"]
+    missing = whichlora("guide", "--gpu", "l4-24gb")
+    assert missing.exit_code == 2
+    assert missing.stderr == "guide needs a model: whichlora guide MODEL --gpu 4090\n"
