@@ -191,6 +191,8 @@ def test_arguments_of_version_two_are_those_of_today(tmp_path: Path) -> None:
     assert reads[0].settings == reads[1].settings
     assert reads[0].settings["target_modules"] == ("q_proj", "v_proj")
     assert reads[0].unknown == ()
+    slow = imported(tmp_path, f"swift sft {PLAIN} --use_flash_attn false")
+    assert slow.settings["attn"] == "eager"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ _DEEPSPEED = {
     **{f"default-{name}": _CONFIGS[name] for name in ("zero2", "zero3")},
     **{f"{name}-offload": _CONFIGS[f"{name}_offload"] for name in ("zero2", "zero3")},
 }
-# Arguments of 2 → those of 4; 2.5 swift/llm/utils/argument.py, `handle_compatibility`
+# Arguments of 2 → those of 4; 2.5 swift/llm/utils/argument.py, `handle_compatibility`, and
+# model.py, `get_model_tokenizer_with_flash_attn`
 _OF_TWO = {
     "batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
@@ -142,7 +143,7 @@ def _take_words_of_two(keys: Keys) -> None:
     if width := _DTYPES_OF_TWO.get(str(keys.raw("dtype")).lower()):
         named["torch_dtype"] = width
     if "use_flash_attn" in keys:
-        named["attn_impl"] = "flash_attn" if keys.flag("use_flash_attn") else "sdpa"
+        named["attn_impl"] = "flash_attn" if keys.flag("use_flash_attn") else "eager"
     keys.take(named)
 
 
