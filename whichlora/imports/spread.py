@@ -72,7 +72,7 @@ def launch_settings(keys: Keys, launch: Launch, zero: Mapping[str, Any]) -> dict
     if checkpoints_in_fsdp(keys, launch):
         settings |= {"gradient_checkpointing": True, "use_reentrant": False}
     for key, setting in _BATCH_OF_DEEPSPEED.items():
-        if isinstance(zero.get(key), int):
+        if type(zero.get(key)) is int:
             settings[setting] = zero[key]
     half = zero.get("fp16")
     by_zero = isinstance(half, Mapping) and half.get("enabled") is True
