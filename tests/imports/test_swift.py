@@ -224,3 +224,16 @@ def test_a_generative_reranker_is_refused_with_what_it_holds(tmp_path: Path) -> 
     assert "logits of all tokens of a text and its negatives" in read.refused["task"]
     other = imported(tmp_path, f"swift sft {PLAIN} --task_type embedding")
     assert "logits" not in other.refused["task"]
+
+
+def test_processes_that_spread_their_models_over_several_gpus_each_are_refused(
+    tmp_path: Path,
+) -> None:
+    """github.com/modelscope/ms-swift/issues/3456, which was answered as eight whole models"""
+    launch = "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 NPROC_PER_NODE={} swift sft " + PLAIN
+    two = imported(tmp_path, launch.format(2))
+    assert "2 of 8 GPUs: each process spreads its model over 4" in two.refused["parallel"]
+    assert "parallel" not in imported(tmp_path, launch.format(8)).refused
+    one = tmp_path / "one.sh"
+    one.write_text(f"NPROC_PER_NODE=1 swift sft {PLAIN}")
+    assert import_files([one], gpus=2).settings["parallel"] == "ddp"  # as the user asks

@@ -33,6 +33,7 @@ from whichlora.spec.targets import PATTERN
 from whichlora.trainers import get_trainer
 
 _PIXELS = "max_pixels"
+_PROCESSES = "NPROC_PER_NODE"
 _PROMPT, _ANSWER = 512, 512  # of a trainer that writes answers; the second is its default
 _ROWS_OF_A_STEP = 16  # which `gradient_accumulation_steps` makes where it is missing
 _TUNERS = ("tuner_type", "train_type", "sft_type")  # of 4, 3 and 2
@@ -105,6 +106,8 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings |= _accumulation(keys, settings)
     settings |= _reentrant(settings)
     settings |= _over_gpus(launch, settings)
+    if settings.get("parallel") == "ddp":
+        _refuse_several_each(keys, launch)
     quant = _quant(keys)
     settings |= _adapter(keys, quant)
     settings |= _precision(keys, launch, name)
@@ -205,7 +208,27 @@ def _reentrant(settings: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _is_one_process(launch: Launch) -> bool:
-    return launch.environment.get("NPROC_PER_NODE", "1") == "1" and not launch.has_launcher
+    processes = launch.environment.get(_PROCESSES)
+    sees_more = processes == "1" and _visible(launch) > 1
+    return (processes is None or sees_more) and not launch.has_launcher
+
+
+def _visible(launch: Launch) -> int:
+    """GPUs that the command lets its processes see; 0 is not said."""
+    devices = launch.environment.get("CUDA_VISIBLE_DEVICES", "")
+    return len([device for device in devices.split(",") if device.strip()])
+
+
+def _refuse_several_each(keys: Keys, launch: Launch) -> None:
+    """Refuse processes of which each spreads its model over several GPUs.
+
+    Source: ms-swift 3.6 swift/llm/model/register.py, `get_default_device_map`, and `is_mp`.
+    """
+    processes = launch.environment.get(_PROCESSES, "")
+    if processes.isdecimal() and 1 < int(processes) < _visible(launch):
+        each = _visible(launch) // int(processes)
+        text = f"{processes} of {_visible(launch)} GPUs: each process spreads its model over {each}"
+        keys.refuse("parallel", _PROCESSES, f"{text}, which is not predicted")
 
 
 def _with_process(keys: Keys, launch: Launch) -> Launch:
