@@ -551,6 +551,7 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
             "did you mean meta-llama/Llama-3.1-8B",
         ),
         (("estimate", "/nowhere/config.json", "--gpu", "cpu"), "no such file or folder"),
+        (("estimate", "qwen3", "--gpu", "cpu"), "'qwen3' is ambiguous: it may be Qwen/Qwen3-0.6B,"),
         (
             ("explain", MODEL, "--gpu", "cpu", "--r", "8,16"),
             "--r: explain takes one value, got 8,16; 'whichlora estimate' takes lists",
