@@ -232,7 +232,8 @@ def test_processes_that_spread_their_models_over_several_gpus_each_are_refused(
     """github.com/modelscope/ms-swift/issues/3456, which was answered as eight whole models"""
     launch = "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 NPROC_PER_NODE={} swift sft " + PLAIN
     two = imported(tmp_path, launch.format(2))
-    assert "2 of 8 GPUs: each process spreads its model over 4" in two.refused["parallel"]
+    assert "2 processes on 8 GPUs spread a model over 4 each" in two.refused["parallel"]
+    assert "--parallel device-map --gpus 4 is one of them" in two.refused["parallel"]
     assert "parallel" not in imported(tmp_path, launch.format(8)).refused
     one = tmp_path / "one.sh"
     one.write_text(f"NPROC_PER_NODE=1 swift sft {PLAIN}")

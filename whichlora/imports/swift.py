@@ -227,8 +227,11 @@ def _refuse_several_each(keys: Keys, launch: Launch) -> None:
     processes = launch.environment.get(_PROCESSES, "")
     if processes.isdecimal() and 1 < int(processes) < _visible(launch):
         each = _visible(launch) // int(processes)
-        text = f"{processes} of {_visible(launch)} GPUs: each process spreads its model over {each}"
-        keys.refuse("parallel", _PROCESSES, f"{text}, which is not predicted")
+        text = (
+            f"{processes} processes on {_visible(launch)} GPUs spread a model over {each} each; "
+            f"--parallel device-map --gpus {each} is one of them without DDP's copies"
+        )
+        keys.refuse("parallel", _PROCESSES, text)
 
 
 def _with_process(keys: Keys, launch: Launch) -> Launch:
