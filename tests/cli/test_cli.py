@@ -519,6 +519,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--lora-r", "8"), "No such option '--lora-r'. Did you mean '--r'?; see"),
     (("--load-in-4bit",), "Did you mean '--method qlora'?"),
     (("--max-model-len", "8"), "Did you mean '--context'?"),
+    (("--cutoff_len", "8"), "No such option '--cutoff_len'. Did you mean '--seq-len'?"),
+    (("--learning_rate", "8"), "it has no say in memory and time, so leave it out"),
     (("--max-num-seqs", "8"), "Did you mean '--serving-option max_num_seqs=VALUE'?"),
     (("--num-generations", "8"), "Did you mean '--trainer-option num_generations=VALUE'?"),
     (("--lora-alpha", "8"), "'--lora-alpha': it has no say in memory and time, so leave it out"),
@@ -549,6 +551,7 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
             "did you mean meta-llama/Llama-3.1-8B",
         ),
         (("estimate", "/nowhere/config.json", "--gpu", "cpu"), "no such file or folder"),
+        (("estimate", "qwen3", "--gpu", "cpu"), "'qwen3' is ambiguous: it may be Qwen/Qwen3-0.6B,"),
         (
             ("explain", MODEL, "--gpu", "cpu", "--r", "8,16"),
             "--r: explain takes one value, got 8,16; 'whichlora estimate' takes lists",
@@ -947,3 +950,21 @@ def test_an_export_takes_a_type_with_its_number(tmp_path: Path) -> None:
     done = whichlora(*asked, "--gpu", "8xh100")
     assert done.exit_code == 0, done.output
     assert "zero3 on 8 GPUs" in done.output
+
+
+@pytest.mark.parametrize("command", ["where", "explain"])
+def test_several_models_are_refused_with_the_command_that_takes_them(command: str) -> None:
+    result = whichlora(command, MODEL, "Qwen/Qwen2.5-7B", "--method", "qlora")
+    assert result.exit_code == 2
+    assert f"model: {command} takes one value, got {MODEL},Qwen/Qwen2.5-7B; " in result.stderr
+    assert "'whichlora estimate' takes lists" in result.stderr
+
+
+def test_guide_takes_models_as_arguments_and_in_a_list() -> None:
+    told = whichlora("guide", MODEL, "--models", "gpt2,EleutherAI/pythia-160m", "--gpu", "l4-24gb")
+    assert told.exit_code == 0, told.stderr
+    shown = [line.split()[0] for line in told.stdout.splitlines() if "l4-24gb " in line]
+    assert shown[:3] == [MODEL, "gpt2", "EleutherAI/pythia-160m"]
+    missing = whichlora("guide", "--gpu", "l4-24gb")
+    assert missing.exit_code == 2
+    assert missing.stderr == "guide needs a model: whichlora guide MODEL --gpu 4090\n"

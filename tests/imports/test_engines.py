@@ -355,3 +355,27 @@ def test_a_flag_that_adds_to_itself_counts_each_time(tmp_path: Path) -> None:
     overrides = "blk.2.*_exps=CPU,blk.1.*_exps=CPU,blk.3.*_exps=CPU"
     options = read(tmp_path, text).settings["serving_options"]
     assert options == (("ngl", 99), ("override_tensor", overrides))
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "unknown"),
+    [
+        (
+            "--mem-frac 0.87 --disable-radix",
+            {"mem_fraction_static": 0.87, "disable_radix_cache": True},
+            (),
+        ),
+        ("--mem-fraction-static 0.8 --tp 2", {"mem_fraction_static": 0.8, "tp": 2}, ()),
+        ("--disable-c", {}, ("disable_c",)),  # the beginning of several
+    ],
+)
+def test_argparse_takes_the_beginning_of_a_flag(
+    flags: str, options: dict[str, Any], unknown: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Source: github.com/sgl-project/sglang/issues/1362, whose command has both."""
+    command = f"python -m sglang.launch_server --model-path Qwen/Qwen3-4B {flags}"
+    imported = read(tmp_path, command)
+    assert dict(imported.settings["serving_options"]) == options
+    assert imported.unknown == unknown
+    llama = read(tmp_path, "llama-server -m Qwen3-14B-Q4_K_M.gguf -c 8192 --cache-type q8_0")
+    assert llama.unknown == ("cache_type",)

@@ -590,12 +590,20 @@ def test_llamafactory_s_preferences_have_its_own_trainers(
         (LLAMAFACTORY.replace("stage: sft", "stage: rm"), "rm are not predicted, which train"),
         (LLAMAFACTORY.replace("stage: sft", "stage: ppo"), "ppo are not predicted, which write"),
         (AXOLOTL_QLORA + "rl: grpo\n", "'grpo' is not predicted; dpo, kto, orpo, simpo, ipo are"),
-        (AXOLOTL_QLORA + "rl: true\n", "'true' is not predicted; dpo, kto, orpo, simpo, ipo are"),
         (AXOLOTL_QLORA + "process_reward_model: true\n", "rewards of each step are not"),
     ],
 )
 def test_steps_that_are_not_predicted_say_which_are(text: str, reason: str, tmp_path: Path) -> None:
     assert reason in imported(tmp_path, a_yaml=text).refused["trainer"]
+
+
+def test_the_switch_of_older_axolotl_files_is_dpo(tmp_path: Path) -> None:
+    """github.com/axolotl-ai-cloud/axolotl/issues/1108, of 2024-01"""
+    switched, named = (
+        imported(tmp_path, a_yaml=f"{AXOLOTL_QLORA}rl: {rl}\n") for rl in ("true", "dpo")
+    )
+    assert switched.settings == named.settings
+    assert any("rl: is a switch" in note for note in switched.assumed)
 
 
 def test_trl_dpo(tmp_path: Path) -> None:
@@ -738,12 +746,9 @@ NUM_GPUS=4
 STEPS={text}
 {SFT.strip()} --gradient_accumulation_steps $STEPS
 """
-    if steps is None:
-        with pytest.raises(ConfigError):
-            imported(tmp_path, sft_sh=script)
-    else:
-        read = imported(tmp_path, sft_sh=script)
-        assert read.settings["gradient_accumulation_steps"] == steps
+    read = imported(tmp_path, sft_sh=script)
+    assert ("gradient_accumulation_steps" in read.refused) == (steps is None)
+    assert read.settings["gradient_accumulation_steps"] == (steps or 1)
 
 
 def test_a_number_of_gpus_that_the_machine_says_is_not_known(tmp_path: Path) -> None:
@@ -1154,11 +1159,11 @@ FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_sh": "#!/bin/bash\npython a.py 'x\n"}, "has a quote that is not closed"),
     ({"a_sh": SFT + "\n" + SFT}, "has 2 commands to predict"),
     (
-        {"a_sh": SFT.replace("--lora_r 32", "--lora_r $HOME")},
+        {"a_sh": SFT.replace("--lora_r 32", "--optim $HOME")},
         "has a variable that the file does not set",
     ),
     (
-        {"a_sh": SFT.replace("--lora_r 32", "--lora_r $(id)")},
+        {"a_sh": SFT.replace("--lora_r 32", "--optim $(id)")},
         "has a variable that the file does not set",
     ),
     ({"a_sh": SFT.replace("python", "torchrun --nproc_per_node=-1")}, "is not a number of GPUs"),
@@ -1234,6 +1239,28 @@ def test_a_misspelt_key_is_unknown_and_not_without_effect(
     assert read.unknown == (misspelt,)
 
 
+@pytest.mark.parametrize(
+    ("key", "spelled"),
+    [
+        ("micro_batch_size", "micro_batch_sise"),
+        ("gradient_accumulation_steps", "gradient_acumulation_steps"),
+        ("sequence_len", "sequence_lenght"),
+        ("", "nothing_like_it"),
+    ],
+)
+def test_a_note_names_the_key_that_an_unknown_one_is_spelled_like(
+    key: str, spelled: str, tmp_path: Path
+) -> None:
+    read = imported(tmp_path, file_yaml=f"base_model: {MODEL}\nadapter: lora\n{spelled}: 4\n")
+    told = f"{spelled} ({key}?)" if key else spelled
+    assert any(note.endswith(f"unknown keys, not used: {told}") for note in read.notes)
+
+
+def test_a_misspelt_key_of_the_model_is_told_from_a_file_of_no_tool(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"which is under base_model in such .*, not base_modle"):
+        imported(tmp_path, file_yaml=f"base_modle: {MODEL}\nadapter: lora\n")
+
+
 def test_keys_of_accelerates_and_deepspeeds_files_that_nothing_reads_are_named(
     tmp_path: Path,
 ) -> None:
@@ -1290,6 +1317,54 @@ def test_a_variable_of_the_shell_before_a_models_name_is_a_folder(tmp_path: Path
     assert "has a variable that the file does not set" in unset.refused["model"]
 
 
+def test_a_users_option_stands_for_a_variable_that_the_script_does_not_set(tmp_path: Path) -> None:
+    (path,) = files_of(
+        tmp_path, a_sh=SFT.replace("--lora_r 32", "--lora_r $RANK --deepspeed $HERE/zero3.json")
+    )
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(
+        ConfigError, match=r"lora_r: '\$RANK' has a variable .*; pass --r to predict"
+    ):
+        estimate(from_file=path, gpu=GPU, gpus=2)
+    (prediction,) = estimate(from_file=path, gpu=GPU, gpus=2, r=64)
+    assert prediction.run.r == 64
+    assert prediction.run.parallel is not None
+    assert prediction.run.parallel.strategy == "zero3"
+
+
+def test_accelerates_file_spreads_a_run_whose_settings_the_user_names(tmp_path: Path) -> None:
+    (path,) = files_of(tmp_path, accelerate_yaml=FSDP_CONFIG)
+    (read,) = estimate(MODEL, from_file=path, gpu=GPU, method="full")
+    (asked,) = estimate(
+        MODEL,
+        gpu=GPU,
+        gpus=2,
+        method="full",
+        parallel="fsdp",
+        fsdp_version="1",
+        backward_prefetch="BACKWARD_PRE",
+    )
+    assert read.run == asked.run
+    assert read.memory == asked.memory
+
+
+def test_deepspeeds_file_spreads_a_run_whose_settings_the_user_names(tmp_path: Path) -> None:
+    zero = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": "auto",
+        "fp16": {"enabled": True},
+    }
+    (path,) = files_of(tmp_path, ds_json=json.dumps(zero))
+    (prediction,) = estimate(MODEL, from_file=path, gpu=GPU, gpus=2, method="full")
+    assert prediction.run.batch_size == 3
+    assert prediction.run.gradient_accumulation_steps == 1
+    assert prediction.run.precision == "fp16"
+    assert prediction.run.parallel is not None
+    assert prediction.run.parallel.strategy == "zero3"
+    assert dict(prediction.run.parallel.options)["offload"] == ("optimizer",)
+
+
 @pytest.mark.parametrize(
     ("keys", "method", "fault"),
     [
@@ -1316,3 +1391,22 @@ def test_ppo_is_refused_with_what_comes_near(tmp_path: Path) -> None:
     code = f'm = AutoModelForCausalLM.from_pretrained("{MODEL}")\nPPOTrainer(model=m)\n'
     read = imported(tmp_path, script_py=code)
     assert "TRL's ppo is not read; nearest is --trainer grpo" in read.refused["trainer"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "length"),
+    [
+        ("torchrun --nproc_per_node=4 train.py --data_path a.json", 512),
+        ("torchrun --nproc_per_node=4 fastchat/train/train_mem.py --data_path a.json", 512),
+        ("torchrun --nproc_per_node=4 train.py --data_path a.json --model_max_length 2048", 2048),
+        ("torchrun --nproc_per_node=4 finetune.py --data_path a.json", None),
+        ("torchrun --nproc_per_node=4 train.py", None),
+    ],
+)
+def test_a_script_like_stanford_alpacas_cuts_rows_at_its_default(
+    launch: str, length: int | None, tmp_path: Path
+) -> None:
+    read = imported(tmp_path, a_sh=f"{launch} --model_name_or_path {MODEL} --bf16 True")
+    assert read.settings.get("seq_len") == length
+    assert read.unknown == ()
+    assert any("Stanford Alpaca" in note for note in read.assumed) == (length == 512)

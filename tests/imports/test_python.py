@@ -928,3 +928,30 @@ def test_keys_without_effect_are_told_where_there_are_some(tmp_path: Path) -> No
     assert imported(tmp_path, trains.format("")).notes[-1].endswith(": read as python")
     told = imported(tmp_path, trains.format(', args=SFTConfig("o", logging_steps=1)')).notes[-1]
     assert told.endswith("read as python; 1 key without effect on memory and time of a step")
+
+
+def test_a_notebook_that_writes_llamafactorys_file_is_that_file(tmp_path: Path) -> None:
+    """The form of LLaMA-Factory's own notebook for Colab: args of a training, a chat, an export."""
+    training = f"""import json
+args = dict(
+  stage="sft", do_train=True, model_name_or_path="{MODEL}", finetuning_type="lora",
+  lora_target="all", per_device_train_batch_size=2, cutoff_len=1024, fp16=True,
+)
+json.dump(args, open("train.json", "w", encoding="utf-8"), indent=2)
+!llamafactory-cli train train.json
+"""
+    chat = f"""from llamafactory.chat import ChatModel
+args = dict(model_name_or_path="{MODEL}", adapter_name_or_path="lora", quantization_bit=4)
+chat_model = ChatModel(args)
+json.dump(args, open("merge.json", "w", encoding="utf-8"), indent=2)
+"""
+    cells = [{"cell_type": "code", "source": [text]} for text in (chat, training)]
+    read = import_files([script(tmp_path, json.dumps({"cells": cells}), "train.ipynb")])
+    assert read.tool == "llamafactory"
+    assert {"seq_len": 1024, "batch_size": 2, "method": "lora", "precision": "fp16"}.items() <= (
+        read.settings.items()
+    )
+    plain = script(tmp_path, f'run_exp({{"model_name_or_path": "{MODEL}", "stage": "pt"}})')
+    assert import_files([plain]).tool == "llamafactory"
+    with pytest.raises(ConfigError, match=r"loads no model with from_pretrained"):
+        import_files([script(tmp_path, 'import json\njson.dump(3, open("x", "w"))')])

@@ -179,3 +179,62 @@ def test_a_command_that_does_not_train(tmp_path: Path) -> None:
         ConfigError, match=r"no command that trains or serves; accepted are .*swift"
     ):
         imported(tmp_path, f"swift infer --model {MODEL} --stream true")
+
+
+def test_arguments_of_version_two_are_those_of_today(tmp_path: Path) -> None:
+    old = f"--model_id_or_path {MODEL} --sft_type lora --dtype bf16 --batch_size 3 "
+    old += "--lora_target_modules q_proj v_proj --lora_dropout_p 0.1 --use_flash_attn true"
+    new = f"--model {MODEL} --tuner_type lora --torch_dtype bfloat16 "
+    new += "--per_device_train_batch_size 3 --target_modules q_proj v_proj --lora_dropout 0.1 "
+    new += "--attn_impl flash_attn"
+    reads = [imported(tmp_path, f"swift sft {each} --max_length 512") for each in (old, new)]
+    assert reads[0].settings == reads[1].settings
+    assert reads[0].settings["target_modules"] == ("q_proj", "v_proj")
+    assert reads[0].unknown == ()
+    slow = imported(tmp_path, f"swift sft {PLAIN} --use_flash_attn false")
+    assert slow.settings["attn"] == "eager"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "offload"),
+    [
+        ("default-zero2", "zero2", ()),
+        ("default-zero3", "zero3", ()),
+        ("zero2-offload", "zero2", ("optimizer",)),
+        ("zero3-offload", "zero3", ("optimizer", "params")),
+    ],
+)
+def test_deepspeed_files_have_the_names_of_version_two(
+    name: str, strategy: str, offload: tuple[str, ...], tmp_path: Path
+) -> None:
+    read = imported(tmp_path, f"NPROC_PER_NODE=2 swift sft {PLAIN} --deepspeed {name}")
+    assert read.settings["parallel"] == strategy
+    assert tuple(sorted(read.settings.get("offload", ()))) == offload
+
+
+def test_one_process_spreads_a_model_over_the_gpus_that_it_sees(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"NPROC_PER_NODE=1 CUDA_VISIBLE_DEVICES=0,1 swift sft {PLAIN}")
+    assert import_files([script], gpus=2).settings["parallel"] == "device-map"
+
+
+def test_a_generative_reranker_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    """github.com/modelscope/ms-swift/issues/4805, whose logits of 8,192 tokens do not fit"""
+    read = imported(tmp_path, f"swift sft {PLAIN} --task_type generative_reranker")
+    assert "logits of all tokens of a text and its negatives" in read.refused["task"]
+    other = imported(tmp_path, f"swift sft {PLAIN} --task_type embedding")
+    assert "logits" not in other.refused["task"]
+
+
+def test_processes_that_spread_their_models_over_several_gpus_each_are_refused(
+    tmp_path: Path,
+) -> None:
+    """github.com/modelscope/ms-swift/issues/3456, which was answered as eight whole models"""
+    launch = "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 NPROC_PER_NODE={} swift sft " + PLAIN
+    two = imported(tmp_path, launch.format(2))
+    assert "2 processes on 8 GPUs spread a model over 4 each" in two.refused["parallel"]
+    assert "--parallel device-map --gpus 4 is one of them" in two.refused["parallel"]
+    assert "parallel" not in imported(tmp_path, launch.format(8)).refused
+    one = tmp_path / "one.sh"
+    one.write_text(f"NPROC_PER_NODE=1 swift sft {PLAIN}")
+    assert import_files([one], gpus=2).settings["parallel"] == "ddp"  # as the user asks

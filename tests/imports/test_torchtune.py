@@ -219,6 +219,24 @@ def test_a_file_of_ones_own_is_read_with_what_stands_behind_it(tmp_path: Path) -
     assert (settings["batch_size"], settings["r"]) == (1, 64)
 
 
+def test_a_configuration_of_the_tool_is_known_by_the_path_in_its_repository(tmp_path: Path) -> None:
+    command = "tune run full_finetune_single_device --config "
+    named = commanded(tmp_path, f"{command}llama2/7B_full_low_memory")
+    by_path = commanded(tmp_path, f"{command}recipes/configs/llama2/7B_full_low_memory.yaml")
+    assert by_path.settings == named.settings
+    assert named.settings["optimizer"] == "paged_adamw_32bit"
+    assert any("config: as torchtune 0.6.1 has it" in note for note in named.notes)
+    with pytest.raises(ConfigError, match=r"there is no file 'mine\.yaml'"):
+        commanded(tmp_path, f"{command}mine.yaml")
+
+
+def test_weights_of_a_checkpoint_in_fp16_are_loaded_in_bf16() -> None:
+    (prediction,) = estimate(
+        "meta-llama/Llama-2-7b-hf", "a100-sxm-80gb", trainer="torchtune", method="full"
+    )
+    assert prediction.run.precision == "bf16-pure"
+
+
 def test_other_recipes_and_configurations_are_refused_in_one_line(tmp_path: Path) -> None:
     other = SINGLE.replace("lora_finetune", "lora_dpo")
     assert (

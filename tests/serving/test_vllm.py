@@ -1037,9 +1037,18 @@ def test_steps_of_fewer_tokens_than_the_context_are_accepted_where_prompts_are_c
     assert max_num_batched_tokens(served(run, max_num_batched_tokens=4096)) == 4096
 
 
-def test_a_long_context_is_profiled_in_chunks_before_0_8() -> None:
-    run = replace(RUN, context=40_000, libraries=(("vllm", "0.6.4"),))
-    assert max_num_batched_tokens(served(run)) == 512
+@pytest.mark.parametrize(
+    ("version", "tokens"),
+    [
+        ("0.5.2", 40_000),
+        ("0.5.3", 512),  # a log in github.com/vllm-project/vllm/issues/6746
+        ("0.6.4", 512),
+        ("0.6.5", 2048),
+    ],
+)
+def test_a_long_context_is_profiled_in_chunks_before_0_8(version: str, tokens: int) -> None:
+    run = replace(RUN, context=40_000, libraries=(("vllm", version),))
+    assert max_num_batched_tokens(served(run)) == tokens
 
 
 def test_what_a_release_counts_of_its_process_is_not_taken_twice() -> None:

@@ -35,3 +35,10 @@ def test_the_line_has_the_setting_the_value_and_what_is_accepted() -> None:
     line = "--parallel: 'ZeRO-3' is not known; did you mean zero3; accepted are zero2, zero3"
     assert unknown("--parallel", "ZeRO-3", ["zero2", "zero3"]) == line
     assert unknown("x", 3, ["a"]) == "x: 3 is not known; accepted are a"
+
+
+def test_classes_of_optimizers_are_those_of_their_names() -> None:
+    names = ("paged_adamw_8bit", "paged_adamw_32bit", "adamw_8bit", "paged_lion_32bit")
+    assert meant("PagedAdamW", names) == "paged_adamw_32bit"
+    assert meant("PagedAdamW8bit", names) == "paged_adamw_8bit"
+    assert meant("PagedLion", names) == "paged_lion_32bit"

@@ -854,3 +854,11 @@ def test_every_machine_has_gpus_of_the_catalog() -> None:
     machines = json.loads((PACKAGED / "machines.json").read_text(encoding="utf-8"))["machines"]
     assert {machine["gpu"] for machine in machines.values()} <= set(KEYS)
     assert not set(machines) & set(KEYS)
+
+
+@pytest.mark.parametrize("name", ["i5-6500", "Intel Core i9 13900K", "Ryzen 9 7900", "EPYC 9654"])
+def test_a_processor_is_told_how_processors_are_named(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"a processor; cpu is that .* cpu-64gb .* host_bandwidth"
+    ):
+        find_gpu(name)

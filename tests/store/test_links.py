@@ -79,3 +79,18 @@ def test_a_wrong_file_is_told_what_is_wrong(
     path.write_text(json.dumps(values))
     with pytest.raises(DataFileError, match=message):
         read_links(path)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "machine"),
+    [
+        ("rtx-5060-ti-16gb", "pcie-4-no-peer"),  # PCIe 5.0 x8, the rate of 4.0 x16
+        ("rtx-4060-ti-16gb", "pcie-3-no-peer"),  # PCIe 4.0 x8, the rate of 3.0 x16
+        ("rtx-2080-8gb", "pcie-3-no-peer"),
+        ("rtx-a5500-24gb", "pcie-4-peer"),
+        ("rtx-pro-6000-blackwell-max-q-96gb", "rtx-pro-6000-pcie"),
+        ("rtx-pro-4500-blackwell-32gb", "pcie-5-peer"),
+    ],
+)
+def test_cards_that_people_pair_at_home_have_links(gpu: str, machine: str) -> None:
+    assert gpu in read_links(PACKAGED / f"{machine}.json").gpus

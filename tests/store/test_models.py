@@ -178,6 +178,7 @@ AS_TYPED = {
     "ministral 8b": "mistralai/Ministral-8B-Instruct-2410",
     "phi-4": "microsoft/phi-4",
     "phi4:14b": "microsoft/phi-4",
+    "qwen3-next-80b": "Qwen/Qwen3-Next-80B-A3B-Instruct",  # and not Qwen3-Coder-Next, of 80B, too
     "phi 4 mini": "microsoft/Phi-4-mini-instruct",
     "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
     "phi3:3.8b": "microsoft/Phi-3-mini-4k-instruct",
@@ -566,3 +567,14 @@ def test_a_hub_id_that_nobody_can_look_up_is_its_sibling(name: str, hub_id: str)
 def test_a_hub_id_of_another_owner_or_release_is_no_sibling(name: str) -> None:
     with pytest.raises(ConfigError, match="is not in the database"):
         load_model(name, offline=True)
+
+
+def test_models_that_others_upload_again_are_those_that_they_name() -> None:
+    for name, base in (
+        ("NousResearch/Llama-2-70b-chat-hf", "meta-llama/Llama-2-70b-chat-hf"),
+        ("casperhansen/llama-3-70b-fp16", "meta-llama/Meta-Llama-3-70B"),
+    ):
+        copy = find_copy(name)
+        assert copy is not None
+        assert f"{name}: taken as {base}, uploaded again" in copy.notes
+    assert find_copy("NousResearch/Nous-Hermes-Llama2-13b") is None

@@ -82,3 +82,17 @@ def test_a_model_that_reads_texts_alone_gets_none(tmp_path: Path) -> None:
     found = predicted(tmp_path, LLAMAFACTORY.replace(SEES, "Qwen/Qwen2.5-3B-Instruct"))
     assert found.run.images == 0
     assert not any("image" in note for note in found.notes)
+
+
+def test_rows_hold_the_images_that_the_user_states_where_the_file_has_no_length(
+    tmp_path: Path,
+) -> None:
+    """github.com/modelscope/ms-swift/issues/2753, whose rows have several images each"""
+    limited = f"MAX_PIXELS=602112 {SWIFT}"
+    found = predicted(tmp_path, limited, images=11, image_size="1024x768")
+    each = (predicted(tmp_path, limited, images=1, image_size="1024x768").run.seq_len) - 2048
+    assert found.run.seq_len == 2048 + 11 * each
+    assert each >= 700
+    bounded = predicted(tmp_path, f"{limited} --max_length 4096", images=2)
+    assert bounded.run.seq_len == 4096
+    assert predicted(tmp_path, limited, images=0).run.seq_len == 2048

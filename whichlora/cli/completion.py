@@ -113,6 +113,7 @@ def _words(choice: object) -> Callable[[], Iterable[str]]:
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "model": _models,
     "models": _models,
+    "listed": _models,
     "pattern": _models,
     "source": _models,
     "gpu": _gpus,

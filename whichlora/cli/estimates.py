@@ -168,7 +168,7 @@ def estimate(
 
 
 @click.command(cls=SpreadCommand)
-@click.argument("model", metavar="MODEL", required=False)
+@click.argument("models", metavar="MODEL", nargs=-1)
 @from_option
 @run_options
 @gpu_option("auto", "Accelerator: see `whichlora gpus`.", single=True, counted=True)
@@ -217,7 +217,7 @@ def estimate(
 def explain(
     ctx: click.Context,
     /,
-    model: str | None,
+    models: tuple[str, ...],
     from_files: tuple[Path, ...],
     gpu: str,
     calibration_dir: Path | None,
@@ -241,7 +241,7 @@ def explain(
     from whichlora.workflow import combinations, estimates
 
     check_form(as_json, as_markdown)
-    settings = plain_settings([model] if model else [], options, command="explain")
+    settings = plain_settings(models, options, command="explain")
     settings, files = with_from_files(ctx, settings, from_files, [gpu])
     settings, gpu = combinations.of_one_target(settings, gpu)
     run = only_run(settings, command="explain")
@@ -290,7 +290,7 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
 
 
 @click.command(cls=SpreadCommand)
-@click.argument("model", metavar="MODEL", required=False)
+@click.argument("models", metavar="MODEL", nargs=-1)
 @from_option
 @run_options
 @gpu_option("all", "Accelerators to compare; all: those of the catalog.", counted=True)
@@ -303,7 +303,7 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
 def where(
     ctx: click.Context,
     /,
-    model: str | None,
+    models: tuple[str, ...],
     from_files: tuple[Path, ...],
     gpu: list[str],
     calibration_dir: Path | None,
@@ -324,7 +324,7 @@ def where(
     from whichlora.workflow import combinations, estimates
 
     check_form(as_json, as_markdown)
-    settings = plain_settings([model] if model else [], options, command="where")
+    settings = plain_settings(models, options, command="where")
     settings, files = with_from_files(ctx, settings, from_files, gpu)
     settings, gpu = combinations.of_one_number(settings, gpu)
     run = only_run(settings, command="where")

@@ -14,17 +14,20 @@ from whichlora.cli.options import (
     cost_options,
     gpu_option,
     json_option,
+    names_if_any,
     print_json,
     rates_of,
-    words,
+    split_models,
 )
 from whichlora.cli.settings import plain_settings, run_options
 from whichlora.cli.several_gpus import SpreadCommand
+from whichlora.errors import ConfigError
 from whichlora.text import visible
 
 
 @click.command(cls=SpreadCommand)
-@click.option("--models", required=True, callback=words("models"), help="Models, with commas.")
+@click.argument("models", nargs=-1, metavar="MODEL...", callback=split_models)
+@click.option("--models", "listed", callback=names_if_any, help="More of them, with commas.")
 @gpu_option("auto", "Accelerators: see `whichlora gpus`; cpu, auto.", counted=True)
 @click.option(
     "--samples",
@@ -51,6 +54,7 @@ from whichlora.text import visible
 @json_option
 def guide(
     models: list[str],
+    listed: tuple[str, ...],
     gpu: list[str],
     samples: int,
     epochs: float,
@@ -69,15 +73,17 @@ def guide(
 
     \b
     Example:
-      whichlora guide --models meta-llama/Llama-3.1-8B,Qwen/Qwen2.5-14B \\
+      whichlora guide meta-llama/Llama-3.1-8B Qwen/Qwen2.5-14B \\
           --gpu a100-sxm-80gb,h100-sxm-80gb --batch-size 4,16 --seq-len 1024,4096
     """
     from whichlora import terminal
     from whichlora.workflow import combinations
     from whichlora.workflow.guide import make_guide
 
+    if not models and not listed:
+        raise ConfigError("guide needs a model: whichlora guide MODEL --gpu 4090")
     settings, types = combinations.of_one_number(
-        plain_settings(models, options, command="guide"), gpu
+        plain_settings([*models, *listed], options, command="guide"), gpu
     )
     rows = make_guide(
         combinations.combinations(settings),

@@ -140,6 +140,12 @@ def words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[...
     return split
 
 
+def names_if_any(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """A click callback: names with commas, none where it is not given."""
+    flag = param.opts[0].lstrip("-")
+    return () if value is None else tuple(words(flag)(ctx, param, value))
+
+
 def split_models(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[str]:
     """A click callback: models as arguments, each of which may be a list with commas."""
     split = words("model")

@@ -46,11 +46,12 @@ NO_SAY = "it has no say in memory and time, so leave it out"
 
 def has_no_say(typed: str) -> bool:
     """Whether no prediction depends on what `typed` is elsewhere."""
-    return typed in _NO_SAY
+    return typed.replace("_", "-") in _NO_SAY
 
 
 def meant_by(typed: str, options: Collection[str]) -> str:
     """What of `options`, a command's, goes by the name `typed` elsewhere; empty if none does."""
+    typed = typed.replace("_", "-")
     name = typed.lstrip("-").replace("-", "_")
     engines = list_engines().values()
     settings = [each.elsewhere[name] for each in engines if name in each.elsewhere]

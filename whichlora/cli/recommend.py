@@ -18,17 +18,12 @@ from whichlora.cli.options import (
     cost_options,
     json_option,
     markdown_option,
+    names_if_any,
     print_json,
-    words,
 )
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.run import MOST_COUNT, AttentionKernel, RunConfig
 from whichlora.text import visible
-
-
-def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """A click callback: names with commas, none where it is not given."""
-    return () if value is None else tuple(words(param.name or "")(ctx, param, value))
 
 
 @click.command()
@@ -46,10 +41,10 @@ def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     help="How many GPUs share the fine-tuning.",
 )
 @click.option("--host-memory", help="What a node has, such as 128GiB, for what is offloaded.")
-@click.option("--models", callback=_names, help="Models to choose from, with commas.")
+@click.option("--models", callback=names_if_any, help="Models to choose from, with commas.")
 @click.option(
     "--method",
-    callback=_names,
+    callback=names_if_any,
     help="Methods to choose from, with commas, such as full or lora,dora. Default: lora,qlora.",
 )
 @click.option(

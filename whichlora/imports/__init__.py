@@ -30,9 +30,10 @@ from whichlora.imports.base import Imported, Keys, Launch, Tool
 from whichlora.imports.command import Command
 from whichlora.imports.files import Kind, MissingFileError, Source, find_file, read_source
 from whichlora.imports.python_calls import IMPORT
-from whichlora.imports.spread import OF_TOOL, number_of_gpus
+from whichlora.imports.spread import OF_TOOL, launch_settings, number_of_gpus
 from whichlora.spec.members import Members
 from whichlora.spec.versions import Libraries
+from whichlora.spec.words import meant
 
 _TOOLS = Members[Tool](
     "tool",
@@ -117,10 +118,7 @@ class _Files:
         settings = self._only("settings") or self._configuration(script, command)
         main = script or settings
         if main is None:
-            raise ConfigError(
-                f"{self.sources[0].path}: says nothing of a training; give it beside the "
-                "configuration or the command of one, with another --from"
-            )
+            return self._launch_alone()
         shown = settings or main
         values = {**shown.values, **({} if shown.is_code else command.options)}
         tool = _tool_of(shown, command.program, values)
@@ -129,8 +127,10 @@ class _Files:
             values.setdefault(tool.positional, command.files[0])
             in_shell.add(tool.positional)
         values = {name: each for name, each in values.items() if not name.startswith(IMPORT)}
+        built_in: Mapping[str, Any] = {}
         if settings is None:
-            values = {**_built_in(main, tool, command.options.get("config")), **tool.flat(values)}
+            built_in = _built_in(main, tool, command.options.get("config"))
+            values = {**built_in, **tool.flat(values)}
         else:
             values = tool.flat(values)
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
@@ -146,12 +146,45 @@ class _Files:
         keys.assumed += _notes(command, tool)
         if self.of_tool:
             keys.assume(self.of_tool, OF_TOOL)
+        if built_in:
+            text = f"as {tool.name} {tool.configs_release} has it"
+            keys.assume("config", f"{text}; give the file of another release with another --from")
         launch = self._launch(main, command, accelerate, values)
         launch = replace(
             launch, deepspeed_configs=tool.deepspeed_configs, fsdp_configs=tool.fsdp_configs
         )
         launch = _with_pins(launch, self._pins(shown, main))
         return _under_pins(tool.imported(str(shown.path), keys, launch, list(values)), launch.pins)
+
+    def _launch_alone(self) -> Imported:
+        """How a run is spread, of accelerate's or DeepSpeed's file; the user names the rest.
+
+        Raises:
+            ConfigError: the user names no model.
+        """
+        first = self.sources[0]
+        if not self.model:
+            raise ConfigError(
+                f"{first.path}: says nothing of a training; give the configuration or the command "
+                "of one with another --from, or name the model and its settings: whichlora "
+                f"estimate MODEL --method lora --from {first.path}"
+            )
+        config, zero = self._only("accelerate"), self._only("deepspeed")
+        keys = Keys({}, lambda name: str(first.path), asked_model=self.model)
+        accelerate = config.values if config else {}
+        launch = self._launch(first, Command(program=""), accelerate, {})
+        settings = {
+            "model": self.model,
+            **launch_settings(keys, launch, zero.values if zero else {}),
+        }
+        return Imported(
+            path=str(first.path),
+            tool="accelerate" if config else "DeepSpeed",
+            settings=settings,
+            unknown=tuple(sorted(keys.unknown)),
+            assumed=tuple(keys.assumed),
+            refused=keys.refused,
+        )
 
     def _pins(self, *sources: Source) -> Mapping[str, str]:
         """Versions that the last of `sources` installs; none where the user states versions."""
@@ -164,7 +197,11 @@ class _Files:
         config = command.options.get("config")
         for name in (*command.files, config):
             if script and isinstance(name, str) and name.endswith(_SUFFIXES):
-                return self._named(script, "the configuration", name, "settings")
+                try:
+                    return self._named(script, "the configuration", name, "settings")
+                except MissingFileError:
+                    if not _comes_with_tool(command.program, name):
+                        raise
         return self._code(script, command)
 
     def _code(self, script: Source | None, command: Command) -> Source | None:
@@ -297,6 +334,12 @@ def _built_in(main: Source, tool: Tool, name: Any) -> Mapping[str, Any]:
     return content
 
 
+def _comes_with_tool(program: str, name: str) -> bool:
+    """Whether the tool that `program` starts has a configuration of this name."""
+    tools = [tool for tool in list_tools().values() if program in tool.programs]
+    return any(tool.configs is not None and tool.configs(name) is not None for tool in tools)
+
+
 def _as_config(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `accelerate launch` as the keys of its file."""
     read = {name: value for name, value in options.items() if not name.startswith("fsdp_")}
@@ -386,7 +429,13 @@ def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
         and not (is_command and tool.commands_have.isdisjoint(values) and tool.commands_have)
     ]
     if not candidates:
-        names = ", ".join(sorted({name for tool in reading for name in tool.models}))
+        models = sorted({name for tool in reading for name in tool.models})
+        names = ", ".join(models)
+        for key in values:
+            if near := meant(key, models):
+                raise ConfigError(
+                    f"{main.path}: names no model, which is under {near} in such a file, not {key}"
+                )
         what = f"{program} is" if is_command else "is"
         raise ConfigError(
             f"{main.path}: {what} of no tool that is known; known are {', '.join(tools)}, whose "

@@ -94,7 +94,11 @@ _DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _RL = {rl: library_class for library_class, (rl, _, _) in PREFERENCES.items()}
-_RL_LOSSES = {"ipo": ("dpo", "ipo")}  # `set_training_args_kwargs` of core/trainers/dpo
+_SWITCHED_ON = "true"
+_RL_LOSSES = {
+    "ipo": ("dpo", "ipo"),  # `set_training_args_kwargs` of core/trainers/dpo
+    _SWITCHED_ON: ("dpo", ""),
+}
 _REWARD = "trl.RewardTrainer"
 
 
@@ -303,7 +307,7 @@ def _rl(keys: Keys) -> str:
     """How it learns preferences; older files have a switch in place of a name."""
     kind = keys.raw("rl")
     if isinstance(kind, bool):
-        return "true" if kind else ""
+        return _SWITCHED_ON if kind else ""
     return keys.word("rl")
 
 
@@ -325,12 +329,14 @@ def _preferences(keys: Keys, rl: str) -> dict[str, Any]:
 
     Source: Axolotl 0.19 `core/builders/rl.py`, `core/builders/causal.py`.
     """
+    if rl == _SWITCHED_ON:
+        keys.assume("rl", "is a switch, as before Axolotl 0.4; assumed: dpo, which it was")
     rl, loss = _RL_LOSSES.get(rl, (rl, ""))
     of_trl = {"libraries": (("trl", TRL),)}
     if not rl:
         return {"trainer": trainer_of(_REWARD).name, **of_trl}
     if rl not in _RL:
-        known = ", ".join((*_RL, *_RL_LOSSES))
+        known = ", ".join((*_RL, "ipo"))
         keys.refuse("trainer", "rl", f"{rl[:40]!r} is not predicted; {known} are")
         return {}
     trainer = trainer_of(_RL[rl])

@@ -24,12 +24,15 @@ from whichlora.spec.run import (
 )
 from whichlora.spec.targets import PATTERN
 from whichlora.spec.versions import Libraries
+from whichlora.spec.words import meant
 from whichlora.store.models import find_copy, named_by_path, near_matches
 from whichlora.units import counted
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _COMPUTED = "is computed, which is not read"
+_OF_SHELL = "has a variable that the file does not set"
 _NAMES = re.compile(r"[\w.,\s-]*")
+_SHORT = 3  # letters of keys that others are never taken for
 _PATH = re.compile(r"^[/.~]|\\|/.*/|/$")  # what no hub id looks like
 _OF_IMAGES = re.compile(r"image|pixels?\b|vision|vit\b|vit_|multi_modal|aligner", re.IGNORECASE)
 # Classes and models that are made for images; others read them, too.
@@ -47,7 +50,8 @@ class Imported:
         path: the file that was read, or the first of them.
         tool: name of the importer.
         settings: one value of each, by the names that `combinations.grid` takes.
-        unknown: keys that the importer does not know, and so did not use.
+        unknown: keys that the importer does not know, and so did not use; meant: those that some
+            of them are spelled like.
         without_effect: keys that change neither bytes nor time of a step.
         assumed: key and what was predicted in its place.
         refused: setting → why the file's value can't be predicted; the user's own value may.
@@ -63,6 +67,7 @@ class Imported:
     tool: str
     settings: Mapping[str, Any]
     unknown: tuple[str, ...] = ()
+    meant: Mapping[str, str] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +81,9 @@ class Imported:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user: unknown keys, assumptions, and whose file it is."""
-        unknown = [f"unknown keys, not used: {', '.join(self.unknown)}"] if self.unknown else []
+        near = {name: f"{name} ({key}?)" for name, key in self.meant.items()}
+        named = ", ".join(near.get(name, name) for name in self.unknown)
+        unknown = [f"unknown keys, not used: {named}"] if self.unknown else []
         read = f"{READ_AS} {self.tool}"
         if self.without_effect:
             keys = counted(len(self.without_effect), "key")
@@ -156,6 +163,10 @@ class Keys:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def names_in_file(self) -> tuple[str, ...]:
+        """All keys, in their order."""
+        return tuple(self._values)
+
     def states_none(self, name: str) -> bool:
         """Whether the key has an empty value, which switches off what has a default."""
         return name in self._values and self._values[name] is None
@@ -175,6 +186,10 @@ class Keys:
         """The same keys, and those of `defaults` that are not stated."""
         return self._with({**defaults, **self._values})
 
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Add what the file says under other names, where it has no value of these."""
+        self._values = {**values, **self._values}
+
     def _with(self, values: Mapping[str, Any]) -> Keys:
         keys = Keys(values, self._where, asked_model=self.asked_model)
         keys.assumed, keys.refused, keys.used = self.assumed, self.refused, self.used
@@ -193,11 +208,19 @@ class Keys:
         """The value as it is; None where the key is missing or empty."""
         value = self._values.get(name)
         self.used[name] = None
-        if name in self._from_shell and isinstance(value, str) and "$" in value:
-            raise self.fault(name, "has a variable that the file does not set; write the value")
+        if self._has_variable(name):
+            raise self.fault(name, f"{_OF_SHELL}; write the value")
         if isinstance(value, Unread):
             raise self.fault(name, f"{_COMPUTED}; write the value")
         return value
+
+    def file(self, name: str) -> Any:
+        """The value as it is; of a path whose folder the shell names, its last part."""
+        folder, _, last = str(self._values.get(name)).rpartition("/")
+        if "$" in folder and "$" not in last and self._has_variable(name):
+            self.used[name] = None
+            return last
+        return self.raw(name)
 
     def read_elsewhere(self, name: str) -> None:
         """Mark a key as read, whose content other keys hold."""
@@ -208,10 +231,16 @@ class Keys:
         return isinstance(self._values.get(name), Unread)
 
     def refuse_unread(self, setting: str, name: str) -> bool:
-        """Whether the value is computed; then the user has to give `setting`."""
-        if self.is_unread(name):
-            self.refuse(setting, name, f"{self._values[name]!r} {_COMPUTED}")
-        return self.is_unread(name)
+        """Whether the value is computed, or the shell's; then the user has to give `setting`."""
+        why = _COMPUTED if self.is_unread(name) else _OF_SHELL if self._has_variable(name) else ""
+        if why:
+            self.refuse(setting, name, f"{self._values[name]!r} {why}")
+        return bool(why)
+
+    def _has_variable(self, name: str) -> bool:
+        """Whether the value is a variable of the shell that the file does not set."""
+        value = self._values.get(name)
+        return name in self._from_shell and isinstance(value, str) and "$" in value
 
     def switched_on(self, words: Collection[str], *, without: Collection[str] = ()) -> str:
         """A key with one of `words` in its name that is on; empty where none is.
@@ -309,7 +338,7 @@ class Keys:
         if self.is_unread(name):
             self.refuse_several("model", name)
             return ""
-        in_shell = name in self._from_shell and "$" in str(self._values.get(name))
+        in_shell = self._has_variable(name)
         path = str(self._values[name]) if in_shell else self.word(name)
         if not in_shell and (os.path.exists(os.path.expanduser(path)) or not _PATH.search(path)):
             return path
@@ -320,7 +349,7 @@ class Keys:
             return path.rstrip("/")
         else:
             near = near_matches(path.rstrip("/"), limit=1)
-            why = "has a variable that the file does not set" if in_shell else "is not on this host"
+            why = _OF_SHELL if in_shell else "is not on this host"
             example = f" (MODEL such as {near[0]})" if near else ""
             self.refuse("model", name, f"{path[:80]} {why}{example}")
         return model_name
@@ -458,6 +487,7 @@ class Tool:
         positional: the key of what stands before all options; empty: nothing does.
         configs: the keys of a configuration that comes with it, by the name that `--config` has;
             sections are in front of them. None where none come with it.
+        configs_release: of the tool, whose configurations these are.
         images: of containers that start its program, without their tag.
     """
 
@@ -483,6 +513,7 @@ class Tool:
     component: str = ""
     positional: str = ""
     configs: Callable[[str], Mapping[str, Any] | None] | None = None
+    configs_release: str = ""
     images: tuple[str, ...] = ()
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,11 +546,13 @@ class Tool:
                     keys.used.pop(name, None)
         unused = [name for name in names if name not in keys.used]
         idle = [name for name in unused if self.has_no_effect(name)]
+        unknown = tuple(sorted({*unused, *keys.unknown} - set(idle)))
         return Imported(
             path=path,
             tool=self.name,
             settings=settings,
-            unknown=tuple(sorted({*unused, *keys.unknown} - set(idle))),
+            unknown=unknown,
+            meant={name: near for name in unknown if (near := self._meant(name, keys.used))},
             without_effect=tuple(sorted(idle)),
             assumed=tuple(keys.assumed),
             refused=keys.refused,
@@ -530,6 +563,15 @@ class Tool:
             keys=keys.saying,
             oldest=keys.oldest,
         )
+
+    def _meant(self, name: str, read: Collection[str]) -> str:
+        """The key that an unknown one is spelled like, such as micro_batch_sise; else empty.
+
+        Args:
+            read: keys that the importer asked for, whether they are there or not.
+        """
+        known = {*read, *self.unmodelled, *self.without_effect} - {name}
+        return meant(name, [each for each in known if len(each) > _SHORT])
 
     def has_no_effect(self, name: str) -> bool:
         """Whether a key changes neither bytes nor time of a step, as far as it is known."""

@@ -30,6 +30,8 @@ _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?)(?![\w.])")  # of an image's tag
 
 
 def _read(engine: Engine, keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    if engine.takes_beginnings:
+        _spell_out(engine, keys)
     options = _options(engine, keys, launch)
     model = _model(engine, keys)
     settings: dict[str, Any] = {
@@ -58,6 +60,23 @@ def _read(engine: Engine, keys: Keys, launch: Launch) -> Mapping[str, Any]:
         if "context" not in settings:
             settings |= _own_context(engine, keys, libraries, spec)
     return settings
+
+
+def _spell_out(engine: Engine, keys: Keys) -> None:
+    """Give a flag that stands there by its beginning its whole name: --mem-frac.
+
+    Source: `allow_abbrev` of Python's argparse.
+    """
+    others = (*engine.elsewhere, *engine.refused, *engine.ignored, *engine.model_flags)
+    flags = {name: name for name in others} | {
+        name: option.name
+        for option in engine.options
+        for name in (option.name, *option.other_names)
+    }
+    for name in keys.names_in_file():
+        begun = {whole for flag, whole in flags.items() if flag.startswith(name)}
+        if name not in flags and len(begun) == 1:
+            keys.take({begun.pop(): keys.raw(name)})
 
 
 def _spec(name: str) -> ModelSpec | None:

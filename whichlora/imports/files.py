@@ -15,7 +15,7 @@ from whichlora.config.document import parse_document, read_text
 from whichlora.errors import ConfigError
 from whichlora.imports.command import Command, Subcommands, is_script, only_command
 from whichlora.imports.pins import pins_of
-from whichlora.imports.python_calls import LOADS, settings_in
+from whichlora.imports.python_calls import LOADS, configuration_in, settings_in
 from whichlora.units import MiB
 
 Kind = Literal["settings", "accelerate", "deepspeed", "command"]
@@ -100,6 +100,9 @@ def _as_shell(services: Mapping[str, Any]) -> str:
 def _of_python(path: Path, text: str, options: Mapping[str, Any]) -> Source:
     values, lines = settings_in(path, text, options)
     if LOADS not in values:
+        written = configuration_in(path, text)
+        if written:
+            return Source(path=path, kind="settings", values=written, pins=pins_of(path, text))
         raise ConfigError(
             f"{path}: loads no model with from_pretrained, nor hands a trainer its name; give the "
             "configuration or the command of the training, or its settings as options"

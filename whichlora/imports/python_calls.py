@@ -19,6 +19,7 @@ from whichlora.imports.peft_configs import LORA, config_classes
 from whichlora.imports.python_releases import OLD_ARGUMENTS
 from whichlora.imports.python_values import (
     TRAINING,
+    Unread,
     Values,
     last_name,
     unreached,
@@ -40,6 +41,8 @@ _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "ma
 _OWN_PARSER = "HfArgumentParser"  # which reads training arguments of a command, too
 _INIT = "model_init_kwargs"
 _LONGEST = "model_max_length"
+# Of json and yaml, and LLaMA-Factory's `train.tuner.run_exp`
+_WRITES = frozenset({"dump", "dumps", "safe_dump", "run_exp"})
 _PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
@@ -77,6 +80,26 @@ def _calls_in(path: Path, text: str, options: Mapping[str, Any]) -> tuple[list[C
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply to be read") from None
     return sorted(calls, key=lambda call: call.line), values
+
+
+def configuration_in(path: Path, text: str) -> Mapping[str, Any]:
+    """The configuration of a tool that a script writes to a file, or hands to the tool.
+
+    Of several it is that of a training. Empty where there is none.
+
+    Raises:
+        ConfigError: no Python.
+    """
+    calls, _ = _calls_in(path, text, {})
+    handed = [call.arguments[0] for call in calls if call.name in _WRITES and call.arguments]
+    found = [
+        each
+        for value in handed
+        for each in (value.values if isinstance(value, Unread) else (value,))
+        if isinstance(each, dict)
+    ]
+    training = [each for each in found if each.get("do_train") is True]
+    return next(iter((*training, *found)), {})
 
 
 def _parsed(path: Path, text: str) -> ast.Module:

@@ -31,6 +31,10 @@ OF_TOOL = "the file is not here; assumed: the one of this name in the tool"
 _OVERLAPPED_BEFORE = "4.50"
 ONCE_OVERLAPPED = "before 2025-03 it set overlap_comm: --libraries transformers=4.49"
 _ON = ("true", "1", "yes")
+_BATCH_OF_DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
 
 
 def spread_settings(keys: Keys, launch: Launch, *, fsdp_version: int = 2) -> dict[str, Any]:
@@ -55,6 +59,25 @@ def spread_settings(keys: Keys, launch: Launch, *, fsdp_version: int = 2) -> dic
     if launch.gpus != 1 or not strategy or runs_alone(strategy["parallel"]):
         return settings | strategy
     keys.assume(accelerator["key"], "divides nothing on one GPU; assumed: none of it")
+    return settings
+
+
+def launch_settings(keys: Keys, launch: Launch, zero: Mapping[str, Any]) -> dict[str, Any]:
+    """What files of accelerate and DeepSpeed alone say of a run.
+
+    Args:
+        zero: DeepSpeed's file; of its keys, "auto" leaves a number to the script.
+    """
+    settings = spread_settings(keys, launch)
+    if checkpoints_in_fsdp(keys, launch):
+        settings |= {"gradient_checkpointing": True, "use_reentrant": False}
+    for key, setting in _BATCH_OF_DEEPSPEED.items():
+        if type(zero.get(key)) is int:
+            settings[setting] = zero[key]
+    half = zero.get("fp16")
+    by_zero = isinstance(half, Mapping) and half.get("enabled") is True
+    if by_zero or str(launch.accelerate.get("mixed_precision")).lower() == "fp16":
+        settings["precision"] = "fp16"
     return settings
 
 
@@ -91,7 +114,7 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
         bool(accumulation.get("sync_each_batch")) if isinstance(accumulation, Mapping) else False
     )
     read: dict[str, Any] = {"sync_each_batch": synced}
-    config = keys.raw("deepspeed")
+    config = keys.file("deepspeed")
     if config is True:
         keys.refuse("parallel", "deepspeed", "is a switch, which names no file of DeepSpeed's")
         return None

@@ -33,6 +33,7 @@ from whichlora.spec.targets import PATTERN
 from whichlora.trainers import get_trainer
 
 _PIXELS = "max_pixels"
+_PROCESSES = "NPROC_PER_NODE"
 _PROMPT, _ANSWER = 512, 512  # of a trainer that writes answers; the second is its default
 _ROWS_OF_A_STEP = 16  # which `gradient_accumulation_steps` makes where it is missing
 _TUNERS = ("tuner_type", "train_type", "sft_type")  # of 4, 3 and 2
@@ -45,6 +46,11 @@ _KERNELS = {
 }
 # `rlhf_type` → our trainer of the TRL class that its trainer extends
 _PREFERENCES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "grpo": "grpo"}
+# `task_type` → what its steps hold; 3.6 swift/plugin/loss.py, `generative_reranker_loss`
+_HOLDS = {
+    "generative_reranker": "; steps of 3.6 hold logits of all tokens of a text and its negatives, "
+    "as those of the next token without --from, --batch-size 1 and the number of negatives"
+}
 _OPTIMIZERS = ("default", "lorap", "multimodal")  # of the Trainer, in groups
 _COMPUTES = "bnb_4bit_compute_dtype"
 _NOT_PREDICTED = "is not predicted"
@@ -64,18 +70,34 @@ _ZERO_3: Mapping[str, Any] = {
     "stage3_max_live_parameters": 1e9,
     "stage3_max_reuse_distance": 1e9,
 }
-_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{f"zero{stage}": {**_ZERO, "stage": stage} for stage in (0, 1, 2)},
     "zero2_offload": {**_ZERO, "stage": 2, "offload_optimizer": _HOST},
     "zero3": _ZERO_3,
     "zero3_offload": {**_ZERO_3, "offload_optimizer": _HOST, "offload_param": _HOST},
 }
+# 2.5 swift/llm/utils/argument.py, `deepspeed_mapping`
+_DEEPSPEED = {
+    **_CONFIGS,
+    **{f"default-{name}": _CONFIGS[name] for name in ("zero2", "zero3")},
+    **{f"{name}-offload": _CONFIGS[f"{name}_offload"] for name in ("zero2", "zero3")},
+}
+# Arguments of 2 → those of 4; 2.5 swift/llm/utils/argument.py, `handle_compatibility`, and
+# model.py, `get_model_tokenizer_with_flash_attn`
+_OF_TWO = {
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "lora_dropout_p": "lora_dropout",
+    "lora_target_modules": "target_modules",
+}
+_DTYPES_OF_TWO = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FSDP: Mapping[str, Mapping[str, Any]] = {
     "fsdp2": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
 }
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    _take_words_of_two(keys)
     name = keys.model(*_MODELS)
     launch = _with_process(keys, launch)
     settings: dict[str, Any] = {"model": name}
@@ -84,6 +106,8 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings |= _accumulation(keys, settings)
     settings |= _reentrant(settings)
     settings |= _over_gpus(launch, settings)
+    if settings.get("parallel") == "ddp":
+        _refuse_several_each(keys, launch)
     quant = _quant(keys)
     settings |= _adapter(keys, quant)
     settings |= _precision(keys, launch, name)
@@ -114,6 +138,16 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if not keys.flag("freeze_aligner", True) and settings["freeze_vision_tower"]:
         keys.assume("freeze_aligner", "is not predicted; assumed: frozen, too")
     return settings
+
+
+def _take_words_of_two(keys: Keys) -> None:
+    """Give the arguments of ms-swift 2 their names of today."""
+    named = {name: keys.file(old) for old, name in _OF_TWO.items() if old in keys}
+    if width := _DTYPES_OF_TWO.get(str(keys.raw("dtype")).lower()):
+        named["torch_dtype"] = width
+    if "use_flash_attn" in keys:
+        named["attn_impl"] = "flash_attn" if keys.flag("use_flash_attn") else "eager"
+    keys.take(named)
 
 
 def _eval_rows(keys: Keys) -> int:
@@ -153,7 +187,7 @@ def _task(keys: Keys) -> dict[str, Any]:
     if kind == "seq_cls":
         return {"task": "sequence-classification"}
     if kind != "causal_lm":
-        text = f"{kind[:40]!r} is not read; causal_lm and seq_cls are"
+        text = f"{kind[:40]!r} is not read; causal_lm and seq_cls are{_HOLDS.get(kind, '')}"
         keys.refuse("task", "task_type", text)
     return {}
 
@@ -174,7 +208,30 @@ def _reentrant(settings: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _is_one_process(launch: Launch) -> bool:
-    return "NPROC_PER_NODE" not in launch.environment and not launch.has_launcher
+    processes = launch.environment.get(_PROCESSES)
+    sees_more = processes == "1" and _visible(launch) > 1
+    return (processes is None or sees_more) and not launch.has_launcher
+
+
+def _visible(launch: Launch) -> int:
+    """GPUs that the command lets its processes see; 0 is not said."""
+    devices = launch.environment.get("CUDA_VISIBLE_DEVICES", "")
+    return len([device for device in devices.split(",") if device.strip()])
+
+
+def _refuse_several_each(keys: Keys, launch: Launch) -> None:
+    """Refuse processes of which each spreads its model over several GPUs.
+
+    Source: ms-swift 3.6 swift/llm/model/register.py, `get_default_device_map`, and `is_mp`.
+    """
+    processes = launch.environment.get(_PROCESSES, "")
+    if processes.isdecimal() and 1 < int(processes) < _visible(launch):
+        each = _visible(launch) // int(processes)
+        text = (
+            f"{processes} processes on {_visible(launch)} GPUs spread a model over {each} each; "
+            f"--parallel device-map --gpus {each} is one of them without DDP's copies"
+        )
+        keys.refuse("parallel", _PROCESSES, text)
 
 
 def _with_process(keys: Keys, launch: Launch) -> Launch:
@@ -189,7 +246,7 @@ def _with_process(keys: Keys, launch: Launch) -> Launch:
 
 
 def _over_gpus(launch: Launch, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Without `NPROC_PER_NODE` one process spreads the layers of its model over what it sees."""
+    """One process spreads the layers of its model over the GPUs that it sees."""
     if _is_one_process(launch) and settings.get("parallel") == "ddp":
         return {"parallel": "device-map"}
     return {}
@@ -298,6 +355,7 @@ TOOL = Tool(
     without_effect=(
         *WITHOUT_EFFECT,
         *("dataset", "val_dataset", "split_dataset_ratio", "cached_*", "custom_*", "columns"),
+        *("check_*", "custom_train_dataset_path", "train_dataset_*", "template_type"),
         *("system", "template", "template_backend", "model_author", "model_name", "model_type"),
         *("use_hf", "load_from_cache_file", "lazy_tokenize", "strict", "shuffle_*", "interleave_*"),
         *("truncation_strategy", "loss_scale", "loss_type", "acc_strategy", "check_model"),

@@ -201,6 +201,7 @@ TOOL = Tool(
     component="_component_",
     positional="recipe",
     configs=content_of,
+    configs_release="0.6.1",
     epochs=("epochs", 1.0),
     steps="max_steps_per_epoch",
     sections=frozenset(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MODELS = "torchtune.models."
+_FOLDER = "recipes/configs/"
 _USUAL: Mapping[str, Any] = {
     "batch_size": 2,
     "dtype": "bf16",
@@ -52,7 +53,12 @@ _PAGED = {
 
 
 def content_of(name: str) -> Mapping[str, Any] | None:
-    """The keys of a configuration, sections in front; None where there is none of this name."""
+    """The keys of a configuration, sections in front; None where there is none of this name.
+
+    Args:
+        name: as `--config` takes it, or the path of its file in torchtune's repository.
+    """
+    name = name.rpartition(_FOLDER)[2].removesuffix(".yaml")
     line = _BY_NAME.get(name)
     if line is None:
         return None

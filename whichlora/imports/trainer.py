@@ -194,7 +194,7 @@ def missing_dtype(
         usual if spec is None else spec.dtype,
         is_quantised=is_quantised or (spec is not None and "quantization_config" in spec.config),
     )
-    if loader.told_dtype == "float32":
+    if loader.told_dtype in ("float32", "bfloat16"):
         return width, f"loaded in {width}, as its trainer does"
     if libraries.loads_wide:
         return width, f"loaded in {width}, as transformers {libraries.transformers} does"
@@ -297,9 +297,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if example.length:
         settings["seq_len"] = example.length
     settings |= keys.of_run({key: setting for key, setting in ADAPTER.items() if key in keys})
-    for name in ("block_size", "max_seq_length", "max_length", "model_max_length"):
-        if name in keys:
-            settings["seq_len"] = keys.count(name, 0)
+    settings |= _length(keys, launch)
     settings |= _two_lengths(keys, launch)
     settings["attn"] = attention(
         keys, "attn_implementation", {name: name for name in KERNELS}, default="sdpa"
@@ -355,6 +353,27 @@ def _refuse_own_ways(keys: Keys) -> None:
         keys.refuse("parallel", asking, text)
 
 
+_LENGTHS = ("block_size", "max_seq_length", "max_length", "model_max_length")
+_LIKE_ALPACA = ("train", "train_mem")
+_LENGTH_OF_ALPACA = 512
+
+
+def _length(keys: Keys, launch: Launch) -> dict[str, int]:
+    """Tokens of a row, where the keys or a script of a known kind say it.
+
+    Source: `TrainingArguments.model_max_length` of tatsu-lab/stanford_alpaca train.py, which
+    FastChat's fastchat/train/train.py keeps at 047b6e4.
+    """
+    for name in reversed(_LENGTHS):
+        if name in keys:
+            return {"seq_len": keys.count(name, 0)}
+    if "data_path" in keys and launch.program.rpartition(".")[2] in _LIKE_ALPACA:
+        text = f"{launch.program} is taken as Stanford Alpaca's, which cuts rows at"
+        keys.assume("model_max_length", f"{text} {_LENGTH_OF_ALPACA} tokens (--seq-len)")
+        return {"seq_len": _LENGTH_OF_ALPACA}
+    return {}
+
+
 _SOURCE_LENGTH, _TARGET_LENGTH = 1024, 128  # where a script for pairs of texts names none
 _OF_PAIRS = frozenset({"run_summarization", "run_translation"})
 
@@ -381,7 +400,14 @@ TOOL = Tool(
     marks=frozenset({"model_name_or_path", "model_max_length", "block_size", *BATCH, *ADAPTER}),
     programs=frozenset(_EXAMPLES),
     read=_read,
-    without_effect=(*WITHOUT_EFFECT, "task_name", "doc_stride", "max_duration_in_seconds"),
+    without_effect=(
+        *WITHOUT_EFFECT,
+        "data_path",
+        "lazy_preprocess",
+        "task_name",
+        "doc_stride",
+        "max_duration_in_seconds",
+    ),
     unmodelled={**UNMODELLED, "freeze_encoder": "the encoder is trained, too"},
     reads_files=False,
 )

@@ -499,7 +499,11 @@ def _read_accelerator(accelerator: Mapping[str, Any]) -> dict[str, OptionValue] 
     if plugin["activation_checkpointing"]:
         raise ConfigError("fsdp: activation_checkpointing is not modelled")
     if plugin["wraps"] != "transformer_auto_wrap_policy":
-        raise ConfigError("fsdp: only TRANSFORMER_BASED_WRAP is modelled")
+        whole = "NO_WRAP gathers all weights and gradients on each GPU at once, and "
+        raise ConfigError(
+            f"fsdp: {whole if plugin['wraps'] == 'NO_WRAP' else ''}only TRANSFORMER_BASED_WRAP is "
+            "modelled"
+        )
     read: dict[str, OptionValue] = {
         "fsdp_version": str(plugin["fsdp_version"]),
         "reshard_after_forward": plugin["shards"] is True or plugin["shards"] == "FULL_SHARD",

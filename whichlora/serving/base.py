@@ -545,7 +545,8 @@ class Engine:
         log: how what it prints is read.
         programs: commands and modules that start it, such as "vllm serve"; images: of containers
             that do; model_flags: their options that name the model, before all others what stands
-            first.
+            first; takes_beginnings: its parser takes the beginning of a flag that no other has, as
+            argparse does.
         own_context: the most tokens of a sequence of a model that it takes where a command does
             not say; None where that is as many as fit.
         elsewhere: settings of a run, by the names that are no options here.
@@ -605,6 +606,7 @@ class Engine:
     programs: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
     model_flags: tuple[str, ...] = ("model",)
+    takes_beginnings: bool = False
     own_context: Callable[[ModelSpec, Libraries], int | None] | None = None
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -144,8 +144,8 @@ METAL = GgmlBackend(
     # `recommendedMaxWorkingSetSize` less `currentAllocatedSize`; ggml-metal-device.m:1501
     counts_process=True,
     limit=(
-        "memory of a Mac is what macOS lets its GPU use (recommendedMaxWorkingSetSize); "
-        "sudo sysctl iogpu.wired_limit_mb=MIB raises it"
+        "memory of a Mac is what macOS 26 lets its GPU use (recommendedMaxWorkingSetSize), older "
+        "ones up to a tenth less of all; sudo sysctl iogpu.wired_limit_mb=MIB raises it"
     ),
 )
 # Alignment is the driver's `minStorageBufferOffsetAlignment`: 4 to 64 bytes.

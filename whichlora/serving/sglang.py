@@ -780,6 +780,7 @@ ENGINE = Engine(
     log=LOG,
     programs=("sglang.launch_server", "sglang serve"),
     images=("lmsysorg/sglang",),
+    takes_beginnings=True,
     model_flags=("model_path", "model"),
     own_context=lambda model, libraries: derived_context(model),
     elsewhere={"context_length": "context", "dtype": "precision", "quantization": "quant"},

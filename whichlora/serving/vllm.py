@@ -869,6 +869,7 @@ ENGINE = Engine(
         *("vllm serve", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server"),
         "vllm.entrypoints.cli.main",
     ),
+    takes_beginnings=True,
     images=("vllm/vllm-openai",),
     model_flags=("model", "model_tag"),
     own_context=own_context,

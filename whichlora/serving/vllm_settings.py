@@ -211,14 +211,14 @@ def _is_large(served: Served) -> bool:
 def older_chunk(served: Served) -> int | None:
     """Tokens of a step of the first engine, which reads long contexts in chunks; None elsewhere.
 
-    Kind: exact. Source: vLLM 0.5.4 to 0.7.3 engine/arg_utils.py `use_long_context`, and
+    Kind: exact. Source: vLLM 0.5.3 to 0.7.3 engine/arg_utils.py `use_long_context`, and
     `SchedulerConfig.__init__` of config.py, whose 512 became 2,048 with 0.6.5.
     """
     libraries = served.libraries
     slides = any(kind.window for kind in cached_layers(served.model))
     if slides or lora_slots(served)[0]:
         return None
-    if served.context <= LONG_CONTEXT or libraries.older("vllm", "0.5.4"):
+    if served.context <= LONG_CONTEXT or libraries.older("vllm", "0.5.3"):
         return None
     chunk = 512 if libraries.older("vllm", "0.6.5") else 2048
     return served.count("max_num_batched_tokens") or chunk

@@ -19,6 +19,8 @@ SYNONYMS = {
     "deepspeed": "zero3",
     "embedding": "sentence-transformers",
     "gptq": "gptq-int4",
+    "pagedadamw": "paged_adamw_32bit",  # the class of bitsandbytes
+    "pagedlion": "paged_lion_32bit",
 }
 _NEAR = 0.87  # of 1: a letter too many among nine, and no other word of as many
 

@@ -36,6 +36,9 @@ _OTHER_DRIVERS = {
 }
 
 # "2x4090", "8 x H100", "t4x2", "a100:4"
+_PROCESSOR = re.compile(
+    r"\bi[3579][- ]?\d{4,5}|ryzen|epyc|xeon|threadripper|core ultra", re.IGNORECASE
+)
 _SEVERAL = re.compile(r"\d{1,3} ?[x*] ?(?P<after>.+)|(?P<before>.+?) ?[x*:] ?\d{1,3}")
 _COUNTED = re.compile(r"(?P<number>[1-9]\d{0,2}) ?x ?(?P<name>.+)")  # "2x4090"
 _COUNTED_LAST = re.compile(r"(?P<name>.+?) ?[x*:] ?(?P<number>[1-9]\d?)")  # "4090x2", "L4:2"
@@ -126,6 +129,11 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
     if machine := gpus_of_machine(name):
         number, gpu = machine
         raise ConfigError(f"unknown GPU {name!r}: that machine has {number} {gpu}; give the type")
+    if _PROCESSOR.search(name):
+        raise ConfigError(
+            f"unknown GPU {name!r}: a processor; cpu is that of this machine, and cpu-64gb any one "
+            "with so much memory, whose rate llama.cpp takes as host_bandwidth, such as ddr5-5600"
+        )
     raise ConfigError(
         f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all, and an amount of "
         "memory ('12GB') is judged without times"

@@ -29,7 +29,10 @@ _DYNAMIC = "-unsloth-bnb-4bit"
 # Uploads under another name than their model: of HuggingFaceH4/mistral-7b-sft-beta, whose shapes
 # are those of its base. Source: unsloth 2026.10 `models/mapper.py`.
 _OTHER_NAMES = {"zephyr-sft": "mistralai/Mistral-7B-v0.1"}
-_UPLOADERS = ("unsloth", "LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI")
+_UPLOADERS = (
+    *("unsloth", "LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI"),
+    *("NousResearch", "casperhansen"),  # of examples of Axolotl
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

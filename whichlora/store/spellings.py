@@ -131,7 +131,8 @@ def _match_spelling(
         return None
     # "4" of "llama 4" is no word of HuggingFaceM4 where a model's own name has it
     named = {model: fit for model, fit in fitting.items() if wanted.unsized <= fit.words}
-    fitting = named or fitting
+    whole = {model: fit for model, fit in named.items() if wanted.words <= fit.words}
+    fitting = whole or named or fitting  # a size that the name has, before one by its parameters
     exact = [model for model, spelling in fitting.items() if spelling == wanted]
     if exact:
         return exact[0]

@@ -143,7 +143,7 @@ class Defaults:
         checkpoints: layers are run again in the backward.
     """
 
-    told_dtype: Literal["float32", "auto"] | None = None
+    told_dtype: Literal["float32", "bfloat16", "auto"] | None = None
     autocasts: bool = False
     autocasts_quantised: bool = True
     narrows_adapters: bool = False
@@ -160,8 +160,8 @@ class Defaults:
 
         Source: transformers 4.57 `update_dtype` of quantizers/quantizer_bnb_4bit.py and others.
         """
-        if self.told_dtype == "float32":
-            return "float32"
+        if self.told_dtype in ("float32", "bfloat16"):
+            return self.told_dtype
         if self.told_dtype == "auto" or not libraries.loads_wide:
             return checkpoint
         return "float16" if is_quantised else "float32"

@@ -71,7 +71,7 @@ def _offloads(run: RunConfig) -> bool:
 def _defaults(libraries: Libraries) -> Defaults:
     """`dtype: bf16` and checkpoints of most of its configurations; nothing casts weights."""
     return Defaults(
-        told_dtype="auto", narrows_adapters=True, autocasts_quantised=False, checkpoints=True
+        told_dtype="bfloat16", narrows_adapters=True, autocasts_quantised=False, checkpoints=True
     )
 
 

@@ -697,10 +697,13 @@ def _load(name: str, engine: Engine) -> ModelSpec:
     """
     try:
         return load_model(name)
-    except ConfigError:
+    except ConfigError as fault:
         if engine == "ledger" or models.find_model(name) is not None:
             raise
-        config = hub.load_config(name)
+        try:
+            config = hub.load_config(name)
+        except ConfigError:  # which knows less of the name, such as that it means several models
+            raise fault from None
     if config.get("model_type") in families.known_types():
         return load_model(name)  # it has another fault
     from whichlora.tracer.client import require_tracing

@@ -33,8 +33,10 @@ def with_file_images(
     has no sign of images, a model that sees gets a note alone.
     """
     sees = _tower(settings)
-    if sees is None or _OPEN & {*stated}:
+    if sees is None:
         return dict(settings), ()
+    if _OPEN & {*stated}:
+        return _with_room(sees, settings, imported, stated), ()
     plain = f"{imported.path}: no image is counted"
     ask = "--images 1 --image-size 1024x768 counts one in each row"
     if not imported.shows_images:
@@ -58,6 +60,29 @@ def with_file_images(
     )
     changed = {name: [getattr(run, name)] for name in ("images", "image_size", "seq_len")}
     return {**settings, **changed}, (note,)
+
+
+def _with_room(
+    tower: Tower,
+    settings: Mapping[str, list[Any]],
+    imported: Imported,
+    stated: Collection[str],
+) -> dict[str, list[Any]]:
+    """`settings` with rows that hold the images that the user states, where nobody says how long.
+
+    Those of several numbers or sizes are left to the user.
+    """
+    says_length = {"seq_len", "data"} & {*imported.settings, *stated}
+    several = any(len(settings.get(name, [0])) != 1 for name in ("images", "image_size"))
+    if says_length or several:
+        return dict(settings)
+    asked = {name: values[0] for name, values in settings.items() if name in _FIELDS and values}
+    try:
+        run = RunConfig(**asked)
+        grid = grid_of(tower, run)
+    except (ConfigError, TypeError):  # which is said of the run itself
+        return dict(settings)
+    return {**settings, "seq_len": [run.seq_len + run.images * int(grid.tokens + grid.markers)]}
 
 
 def leaves_images_out(

@@ -1,0 +1,36 @@
+python -m torch.distributed.run --nproc_per_node=$NGPUS_PER_NODE --nnode=$NNODES --node_rank=$NODE_RANK --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT $cur_path/src/train.py \
+    --deepspeed $cur_path/ds_z3_offload_config.json \
+    --stage kto \
+    --do_train \
+    --do_eval \
+    --model_name_or_path $model_path \
+    --dataset_dir  $dataset_dir\
+    --dataset  $dataset_name \
+    --cutoff_len $cutoff_len \
+    --template qwen3 \
+    --finetuning_type lora \
+    --lora_rank 8 \
+    --lora_target all \
+    --output_dir $output_dir \
+    --cache_dir /cache \
+    --flash_attn sdpa \
+    --gradient_checkpointing true \
+    --overwrite_output_dir \
+    --per_device_train_batch_size 1 \
+    --per_device_eval_batch_size 1 \
+    --gradient_accumulation_steps 2 \
+    --lr_scheduler_type cosine \
+    --logging_steps 2 \
+    --eval_strategy steps \
+    --eval_steps 2 \
+    --save_strategy steps \
+    --save_steps 2 \
+    --save_only_model \
+    --warmup_ratio 0.05 \
+    --learning_rate 1e-7 \
+    --num_train_epochs 3 \
+    --plot_loss \
+    --logging_dir $log_dir \
+    --val_size 0.05 \
+    --report_to tensorboard \
+    --fp16
