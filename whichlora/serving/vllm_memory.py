@@ -175,6 +175,11 @@ KEPT_EXPERTS_SINCE: dict[str, str] = {
     **dict.fromkeys(("gptq-int4", "gptq-int8", "mxfp4", "mxfp8"), "0.20"),
     **dict.fromkeys(("awq-int4", "w4a16"), "0.25"),
 }
+# Storages of experts that FlashInfer has kernels for on compute capability 10 alone: on later ones
+# they run on Triton's, or Marlin's. Source: vLLM 0.17.0, 0.20.0, 0.27.1 and 0.29.0 fused_moe:
+# `_supports_current_device` and `_supports_quant_scheme` of FlashInfer's experts, oracle/fp8.py of
+# blocks, oracle/int_wna16.py.
+WITHOUT_LATER_KERNELS = ("fp8", "gptq-int4", "gptq-int8", "awq-int4", "w4a16")
 EXPONENT_TILE = 256  # outputs, of 8 warps; triton_kernels HopperMXScaleLayout.swizzle_data
 # What the hidden size and the width of experts in mxfp4 are multiples of: for Marlin's kernels and
 # TensorRT-LLM's, and for Triton's.
@@ -692,16 +697,17 @@ def _bytes_of(entries: list[Entry]) -> int:
 def experts_are_kept(served: Served) -> bool:
     """Whether the workspace of experts outlives the pass: since `KEPT_EXPERTS_SINCE`.
 
-    Kernels of compute capability 10 and 12, which FlashInfer has since 0.17, and Triton's of mxfp4
-    have buffers of their own. Kind: exact for the defaults.
+    FlashInfer's kernels since 0.17 (compute capability 10; 12 but for `WITHOUT_LATER_KERNELS`) and
+    Triton's of mxfp4 have buffers of their own. Kind: exact for the defaults.
     Source: vLLM 0.14.0 to 0.33.0 fused_moe/modular_kernel.py `_allocate_buffers`; fused_moe/oracle
     `_get_priority_backends` of each storage.
     """
     since = KEPT_EXPERTS_SINCE.get(served.run.quant or "none")
     if not served.libraries.reaches("vllm", since) or multiplies_by_triton(served):
         return False
-    is_older = served.libraries.older("vllm", "0.17")
-    return is_older or capability(served) < 10.0
+    last = 11.0 if served.run.quant in WITHOUT_LATER_KERNELS else math.inf
+    is_own = 10.0 <= capability(served) < last and not served.libraries.older("vllm", "0.17")
+    return not is_own
 
 
 def _logit_bytes(served: Served) -> int:
