@@ -23,9 +23,10 @@ CAPTURED, MODE, AHEAD = "max_cudagraph_capture_size", "performance_mode", "async
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # a variable of the shell
 POOL_BYTES, POOL_BLOCKS = "kv_cache_memory_bytes", "num_gpu_blocks_override"
 RESTARTED = "restarted"  # our own: no flag of vLLM says it
-# Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.26.0, and are
-# not in 0.25.0. config/model.py.
-STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.26"
+# Layers with a state share the pool of the V1 engine, their default since 0.10.2: its
+# v1/core/kv_cache_utils.py and models/config.py size blocks as those of 0.11.0. Prefixes are kept
+# of them in 0.26.0, and are not in 0.25.0. config/model.py.
+STATES_SINCE, STATES_KEPT_SINCE = "0.10.2", "0.26"
 OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
