@@ -52,7 +52,9 @@ METHODS: dict[str, DraftedBy] = {
     "draft_model": "model",
 }
 DRAFTS_EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 1}'
-SERIAL_DRAFTS = ("ngram", "suffix")  # beside which no step is planned ahead; config/vllm.py:809
+# Since which release a step is planned ahead beside a method, never where none is named; else since
+# 0.14. Source: config/vllm.py:809; of a draft model 0.16.0 config/vllm.py:621.
+PLANNED_AHEAD_SINCE = {"ngram": "", "suffix": "", "draft_model": "0.16"}
 # Model types that the newer model runner serves by default since 0.24; other dense models since
 # 0.25, all since 0.29. Source: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of config/vllm.py in 0.24.0,
 # and `_is_default_v2_model_runner_model` in 0.25.1 to 0.28.0, which 0.29.0 has no more.
@@ -121,16 +123,14 @@ def _mode_factor(served: Served) -> int:
 def plans_ahead(served: Served) -> bool:
     """Whether a step is planned while another runs: the default since 0.14, but for some drafts.
 
-    Kind: exact. Source: `SERIAL_DRAFTS`; of a draft model since 0.16.0 config/vllm.py:621.
+    Kind: exact. Source: `PLANNED_AHEAD_SINCE`.
     """
     stated, asked = served.options[AHEAD], served.options[DRAFTS]
     if stated is not None:
         return bool(stated)
     method = draft_settings(str(asked)).get("method") if asked else None
-    is_serial = method in SERIAL_DRAFTS or (
-        method == "draft_model" and served.libraries.older("vllm", "0.16")
-    )
-    return not (is_serial or served.libraries.older("vllm", "0.14"))
+    since = PLANNED_AHEAD_SINCE.get(str(method), "0.14")
+    return bool(since) and not served.libraries.older("vllm", since)
 
 
 @lru_cache(maxsize=64)
