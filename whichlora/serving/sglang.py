@@ -159,7 +159,7 @@ QUANT_DTYPES = dict.fromkeys(
 # What a host has of the memory that it shares with the GPU, before weights are loaded. Kind:
 # estimate. Source: three public logs of a GB10 of 121.69 GiB, with 112.86, 111.97 and 111.73 free
 # (Gemma 4 E4B, Qwen3.8 Flash and 27B, August and September 2026); median.
-HOST_BYTES = 9950 * MiB
+SYSTEM_BYTES = 9950 * MiB
 
 RECURRENT_STATES = Fact(
     part="kv_cache",
@@ -279,9 +279,9 @@ def free_bytes(served: Served) -> int:
 
     Of a memory that the host shares, what its system and processes have is not free.
 
-    Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193; `HOST_BYTES`.
+    Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193; `SYSTEM_BYTES`.
     """
-    host = HOST_BYTES if is_unified(served.gpu) else 0
+    host = SYSTEM_BYTES if is_unified(served.gpu) else 0
     communicator = communicator_bytes(served.count(RANKS) or 1, served.gpu)
     communicator += communicator_bytes(served.count(STAGES) or 1, served.gpu)
     return served.gpu.memory_bytes - allocator.idle_context_bytes(served.gpu) - communicator - host

@@ -156,7 +156,7 @@ KERNELS_BYTES = 72 * MiB
 # What the host's processes take between both looks at a memory that they share. Kind: estimate.
 # Source: three published logs of a GB10, whose free memory is that of the system: 0.6 GiB
 # (Nemotron-3-Nano-4B, 0.13.0), 1.3 (Qwen3-30B-A3B, 0.13.0) and 2.1 (Qwen3-0.6B, 0.27.1); median.
-HOST_BYTES = 1370 * MiB
+STARTING_HOST_BYTES = 1370 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
@@ -545,7 +545,7 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
     if not _counts_tensors(served):
         entries.append(Entry(KERNELS, KERNELS_BYTES))
     if is_unified(served.gpu):
-        entries.append(Entry(HOST, HOST_BYTES))
+        entries.append(Entry(HOST, STARTING_HOST_BYTES))
     if ranks * stages > 1 and not _counts_tensors(served):
         buffers = communicator_bytes(stages, served.gpu) + communicator_bytes(ranks, served.gpu)
         buffers -= _connected_bytes(served)
