@@ -247,9 +247,12 @@ def times_positions(served: Served) -> int:
     """Rows of rotary tables over the positions of a model: four, where those are of videos, too.
 
     Kind: exact. Source: vLLM 0.11.0 and 0.28.0 rotary_embedding/mrope.py `MRotaryEmbedding`
-    (`cache_max_position_num`); a log of 21.86 GiB of Qwen3.6-35B-A3B-NVFP4, 21.77 without.
+    (`cache_max_position_num`); logs of 21.86 GiB of Qwen3.6-35B-A3B-NVFP4, 21.77 without, and of
+    14.77 of Qwen3-VL-30B-A3B, 14.56 without. Our copies of the latter's config do not say it.
     """
     config = served.model.config
+    if served.model.model_type == "qwen3_vl_moe":
+        return 4
     text = config.get("text_config") or config
     rotation = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return 4 if "mrope_section" in rotation else 1
