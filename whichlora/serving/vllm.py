@@ -29,6 +29,7 @@ from whichlora.serving.kernel_rates import (
     TOKENIZED_S,
     TRITON_BLOCKS,
     UNPACKING_PRODUCTS,
+    ZEROED_READS,
     CodeBlocks,
 )
 from whichlora.serving.known_models import check_known, known_note, release_note
@@ -218,6 +219,9 @@ BLOCK_STEP = 16  # tokens, of which a block of the V1 engine is a multiple
 FIRST_AWQ = CodeBlocks(
     rows=16, outputs=128, splits=8, inputs=32, tile_s=1.5e-6, resident=8, expanded_rows=256
 )
+# Since 0.9 zeros are multiplied by their scales before, and subtracted as those are multiplied: no
+# more work than for GPTQ. Source: github.com/vllm-project/vllm/pull/16850.
+ZEROED_READS_SINCE = (("0", ZEROED_READS), ("0.9", 1.0))
 # That kernel divides a product into eight, which a second one adds up: it is launched from C++.
 # Kind: estimate, of a launch without Python. Source: vLLM 0.4.2
 # csrc/quantization/awq/gemm_kernels.cu awq_gemm, `_out_feats.sum(0)`.
@@ -285,6 +289,7 @@ def stepping(served: Served) -> Stepping:
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
         code_products=1.0 if served.libraries.older("vllm", "0.5") else UNPACKING_PRODUCTS,
+        zeroed_reads=served.libraries.value_of("vllm", ZEROED_READS_SINCE),
         code_blocks=FIRST_AWQ if is_first_awq else None,
         narrow_blocks=TRITON_BLOCKS if _multiplies_blocks_by_triton(served) else None,
         code_launch_s=_code_launch_s(served, is_eager=is_eager, is_first_awq=is_first_awq),
