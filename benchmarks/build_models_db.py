@@ -32,6 +32,7 @@ def entry(row: dict[str, str], source: Path) -> dict[str, Any]:
         "gated": {"yes": True, "no": False}.get(row["gated"]),  # null: not known
         "release_year": int(row["release_year"]),
         "note": row["note"],
+        **({"draft_note": row["draft_note"]} if row.get("draft_note") else {}),
         "config": json.loads((source / row["file"]).read_text(encoding="utf-8")),
     }
 

@@ -273,11 +273,12 @@ def test_a_model_whose_files_are_fp8_is_served_so_by_what_reads_them(
 ) -> None:
     model = load_model("deepseek-ai/DeepSeek-R1")
     run = RunConfig(model=model.name, phase="inference", serving=engine)
-    job = resolve(model, run, A100)
+    card = find_gpu("h100-sxm-80gb")
+    job = resolve(model, run, card)
     assert job.run.quant == quant
     told = [note for note in notes_on(job) if "the checkpoint is stored in fp8, counted" in note]
     assert bool(told) == (quant == "none")
-    assert resolve(model, replace(run, quant="none"), A100).run.quant == "none"
+    assert resolve(model, replace(run, quant="none"), card).run.quant == "none"
 
 
 def test_a_config_that_names_fp8_is_served_so() -> None:

@@ -36,7 +36,7 @@ RUN = RunConfig(model="Qwen/Qwen3-8B", phase="inference", serving="vllm", contex
 
 def served(model: str, engine: str, version: str, **changes: str) -> Served:
     run = replace(RUN, model=model, serving=engine, libraries=((engine, version),), **changes)
-    return resolve(load_model(model), run, A100).served
+    return resolve(load_model(model), run, find_gpu("h100-sxm-80gb")).served
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,29 @@ def test_a_turing_is_refused_where_kernels_need_a_newer_card(
     assert not quant_refusal(engine, release, quant, "a100-sxm-80gb")
 
 
+@pytest.mark.parametrize(
+    ("engine", "release", "model", "what", "newer"),
+    [
+        ("vllm", "0.8.5", "Qwen/Qwen3-8B-FP8", "fp8 in blocks", "0.9"),
+        ("vllm", "0.8.5", "Qwen/Qwen3-30B-A3B-FP8", "experts in fp8", "0.9"),
+        ("vllm", "0.9.0", "Qwen/Qwen3-30B-A3B-FP8", "", ""),
+        ("sglang", "0.5.0", "Qwen/Qwen3-8B-FP8", "fp8 in blocks", "0.5.1"),
+        ("sglang", "0.5.1", "Qwen/Qwen3-8B-FP8", "", ""),
+        ("sglang", "0.5.23", "Qwen/Qwen3-30B-A3B-FP8", "experts in fp8", ""),
+        ("sglang", "0.3.6", RUN.model, "", ""),
+        ("sglang", "0.4.9", RUN.model, "fp8", "0.5.1"),
+    ],
+)
+def test_an_ampere_is_refused_fp8_where_only_triton_would_multiply_it(
+    engine: str, release: str, model: str, what: str, newer: str
+) -> None:
+    said = quant_refusal(engine, release, "fp8", "a100-sxm-80gb", model)
+    told = f"quant: {engine} {release} has no kernels for {what} on a100-sxm-80gb"
+    assert said.startswith(told) if what else not said
+    assert f"libraries {engine}={newer} or newer" in said or not newer
+    assert not quant_refusal(engine, release, "fp8", "h100-sxm-80gb", model)
+
+
 def test_a_copy_that_is_stored_so_is_told_to_be_replaced() -> None:
     model = "RedHatAI/Qwen3-8B-NVFP4"
     said = quant_refusal("sglang", "0.5.23", None, "h100-sxm-80gb", model)

@@ -775,7 +775,7 @@ def test_why_it_does_not_start_is_one_line(memory_gib: int, share: float, fault:
         ({}, {"block_size": 24}, "block_size: 24 is no multiple of 16; give 32, or leave it out"),
         ({"model": "google-bert/bert-base-uncased"}, {}, "serving: vllm is predicted for models"),
         (
-            {"model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "libraries": (("vllm", "0.10.2"),)},
+            {"model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "libraries": (("vllm", "0.10.1"),)},
             {},
             "serving: vllm's pool is not predicted for the recurrent layers of Qwen/Qwen3-Next",
         ),
@@ -1084,6 +1084,10 @@ def test_more_than_the_gpu_has_is_told() -> None:
         ("0.25.0", "awq-int4", "8.0", True),
         ("0.27.1", "nf4", "8.0", False),
         ("0.33.0", None, "10.0", False),
+        ("0.33.0", None, "12.0", False),
+        ("0.27.1", "fp8", "10.0", False),
+        ("0.27.1", "fp8", "12.0", True),  # FlashInfer multiplies blocks of fp8 on 10 alone
+        ("0.28.0", "w4a16", "12.1", True),
     ],
 )
 def test_the_workspace_of_experts_outlives_the_pass(

@@ -13,6 +13,7 @@ from whichlora.serving.vllm_memory import start
 from whichlora.serving.vllm_towers import (
     TOWER_INPUTS,
     TOWER_PASS,
+    TOWER_VECTORS,
     block_width,
     profiled,
     tower_entries,
@@ -24,6 +25,7 @@ from whichlora.store.hub import load_model
 from whichlora.units import GiB
 
 QWEN = "Qwen/Qwen3.5-9B"
+QWEN3_VL = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 
 
 def served(
@@ -46,6 +48,8 @@ def served(
     [
         (QWEN, "0.18.1", 262_144, 2048, 1, "image", 16_384),
         ("Qwen/Qwen2.5-VL-7B-Instruct", "0.23.0", 128_000, 2048, 1, "video", 114_688),
+        (QWEN3_VL, "0.11.0", 65_536, 2048, 1, "video", 153_600),
+        (QWEN3_VL, "0.13.0", 65_536, 2048, 1, "image", 16_384),
         ("google/gemma-4-E4B", "0.22.1", 32_768, 2048, 1, "video", 2496),
         ("google/gemma-4-31B", "0.26.0", 16_384, 8192, 3, "video", 2496),
         ("llava-hf/llava-v1.6-mistral-7b-hf", "0.10.2", 4096, 16_384, 5, "image", 2928),
@@ -60,6 +64,17 @@ def test_the_budget_of_the_encoder_is_that_of_published_logs(
     assert found is not None
     item = found[1]
     assert (found[0], item.medium, item.tokens) == (count, medium, of_each)
+
+
+def test_vectors_of_a_video_are_spread_over_the_budget_of_the_encoder() -> None:
+    """4 vectors of 2,048 numbers for each of its tokens, and what the tower gave before."""
+
+    def spread(version: str) -> int:
+        held, _, _ = tower_entries(served(QWEN3_VL, version, 65_536, max_num_batched_tokens=2048))
+        return sum(entry.num_bytes for entry in held if entry.fact == TOWER_VECTORS)
+
+    assert spread("0.11.0") == (153_600 + 12_288) * 4 * 2048 * 2
+    assert spread("0.13.0") == 16_384 * 4 * 2048 * 2
 
 
 def test_a_qwen_video_is_as_long_as_the_context() -> None:

@@ -14,7 +14,12 @@ from whichlora.serving.block_groups import CachedLayers
 from whichlora.serving.drafted import Drafts
 from whichlora.serving.expert_ranks import ExpertRanks
 from whichlora.serving.indexers import INDEXER_KERNELS
-from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
+from whichlora.serving.kernel_rates import (
+    UNPACKING_PRODUCTS,
+    ZEROED_READS,
+    CodeBlocks,
+    KernelRates,
+)
 from whichlora.serving.log import EngineLog
 from whichlora.serving.other_flags import NO_NUMBER
 from whichlora.spec.architecture import ModelSpec
@@ -340,6 +345,7 @@ class Stepping:
             share; None where blocks fill the device however few they are.
         copied_token_s: of its host, for each token of the running sequences, beside the GPU's work.
         code_products: of the rate of 16 bit, what large products of codes reach.
+        zeroed_reads: of the bandwidth of GPTQ's codes, what AWQ's reach.
         code_blocks: of its own kernel for quantised weights, where that is not Marlin's.
         narrow_blocks: of its own kernel for 8-bit floats that a GPU multiplies, beside experts.
         code_launch_s: of a second kernel of such a product, which no Python launches.
@@ -381,6 +387,7 @@ class Stepping:
     query_tile: int | None = None
     copied_token_s: float = 0.0
     code_products: float = UNPACKING_PRODUCTS
+    zeroed_reads: float = ZEROED_READS
     code_blocks: CodeBlocks | None = None
     narrow_blocks: CodeBlocks | None = None
     code_launch_s: float = 0.0

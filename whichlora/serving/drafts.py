@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ UNTIMED = (
 )
 
 NOTE = "what drafts is loaded by the engine, and counted here beside the model's parameters"
-_UNCOUNTED = re.compile("multi-token-prediction.* not counted")  # of the model without an engine
 STATES_READ = 3  # of the model's layers, by a drafter of EAGLE-3; models/llama_eagle3.py:207
 
 
@@ -201,7 +199,7 @@ def beside_drafts(notes: Sequence[str], model: ModelSpec) -> tuple[str, ...]:
     """`notes` on `model` that hold where `NOTE` does: its own layer that drafts is counted then."""
     if model.drafter is not None:
         return tuple(notes)
-    return tuple(note for note in notes if not _UNCOUNTED.search(note))
+    return tuple(note for note in notes if note != model.draft_note)
 
 
 def with_drafts(served: Served, drafts: Drafts | None) -> Served:

@@ -46,7 +46,12 @@ from whichlora.serving.product_dtypes import (
     check_quant_dtype,
 )
 from whichlora.serving.profile_pass import layer_entry
-from whichlora.serving.quant_cards import AWQ_CAPABILITY, check_named_cache, check_quant_card
+from whichlora.serving.quant_cards import (
+    AWQ_CAPABILITY,
+    QuantCards,
+    check_named_cache,
+    check_quant_card,
+)
 from whichlora.serving.rank import (
     between_latents,
     beyond_positions,
@@ -135,18 +140,25 @@ DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculat
 # The oldest cards that have kernels for quantised weights. Source: `get_min_capability` of SGLang
 # 0.4.6 to 0.5.23 srt/layers/quantization/awq.py, fp8.py, mxfp4.py, modelopt_quant.py and of
 # compressed_tensors/schemes/compressed_tensors_wNa16.py, compressed_tensors_w4a16_nvfp4.py.
-QUANT_CARDS = {
-    "awq-int4": (("0", AWQ_CAPABILITY),),
-    "fp8": (("0", 8.0),),
-    "w4a16": (("0", 8.0),),
-    "mxfp4": (("0", 8.0),),
-    "nvfp4": (("0.4.6", 10.0), ("0.5.13", 8.0)),
-    "nvfp4a16": (("0.5.23", 8.0),),
-    "mxfp8": (("0.5.13", 10.0),),
-}
-# Those that llm-compressor wrote have no fallback. Source: compressed_tensors_w4a4_nvfp4.py, first
-# read in 0.5.7.
-COMPRESSED_CARDS = {"nvfp4": (("0.5.7", 10.0),)}
+# llm-compressor's nvfp4 has no fallback (compressed_tensors_w4a4_nvfp4.py, first read in 0.5.7).
+# Fp8 is multiplied by Marlin's kernels below 8.9: vLLM's before 0.4, then only where
+# SGLANG_FORCE_FP8_MARLIN asks, unasked since 0.5.1, and blocks, too. For experts there are none:
+# Triton's do not compile there. Source: SGLang 0.4.0.post1 fp8.py:141, 0.4.9.post2 :209, 0.5.1
+# fp8_utils.py:809, 0.5.23 fp8.py:516; issues 5871, 12887 and 38291, pull/8990.
+QUANT_CARDS = QuantCards(
+    weights={
+        "awq-int4": (("0", AWQ_CAPABILITY),),
+        "fp8": (("0", 8.0), ("0.4", 8.9), ("0.5.1", 8.0)),
+        "w4a16": (("0", 8.0),),
+        "mxfp4": (("0", 8.0),),
+        "nvfp4": (("0.4.6", 10.0), ("0.5.13", 8.0)),
+        "nvfp4a16": (("0.5.23", 8.0),),
+        "mxfp8": (("0.5.13", 10.0),),
+    },
+    compressed={"fp8": (("0", 8.0),), "nvfp4": (("0.5.7", 10.0),)},
+    blocks={"fp8": (("0", 8.9), ("0.5.1", 8.0))},
+    experts={"fp8": (("0", 8.9),)},
+)
 # Whatever is asked for, cards without bf16 compute in float16. Source: SGLang 0.5.23
 # srt/model_executor/model_runner_components/load_model_utils.py:80, 0.4.6 model_runner.py.
 WITHOUT_BF16 = (FLOAT16,)
@@ -159,7 +171,7 @@ QUANT_DTYPES = dict.fromkeys(
 # What a host has of the memory that it shares with the GPU, before weights are loaded. Kind:
 # estimate. Source: three public logs of a GB10 of 121.69 GiB, with 112.86, 111.97 and 111.73 free
 # (Gemma 4 E4B, Qwen3.8 Flash and 27B, August and September 2026); median.
-HOST_BYTES = 9950 * MiB
+SYSTEM_BYTES = 9950 * MiB
 
 RECURRENT_STATES = Fact(
     part="kv_cache",
@@ -279,9 +291,9 @@ def free_bytes(served: Served) -> int:
 
     Of a memory that the host shares, what its system and processes have is not free.
 
-    Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193; `HOST_BYTES`.
+    Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193; `SYSTEM_BYTES`.
     """
-    host = HOST_BYTES if is_unified(served.gpu) else 0
+    host = SYSTEM_BYTES if is_unified(served.gpu) else 0
     communicator = communicator_bytes(served.count(RANKS) or 1, served.gpu)
     communicator += communicator_bytes(served.count(STAGES) or 1, served.gpu)
     return served.gpu.memory_bytes - allocator.idle_context_bytes(served.gpu) - communicator - host
@@ -516,8 +528,7 @@ def check(served: Served) -> None:
     """
     check_model(served, keeps_states=not served.libraries.older("sglang", "0.5.3"))
     check_known(served)
-    of_compressed = COMPRESSED_CARDS if is_compressed(served.model.config) else {}
-    check_quant_card(served, QUANT_CARDS | of_compressed)
+    check_quant_card(served, QUANT_CARDS)
     check_card_dtype(served, WITHOUT_BF16)
     check_quant_dtype(served, QUANT_DTYPES)
     check_bitsandbytes(served, served.count(RANKS) or 1)

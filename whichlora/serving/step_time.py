@@ -27,7 +27,6 @@ from whichlora.serving.kernel_rates import (
     NARROWED,
     POINTWISE_READS,
     UNPACKING_S,
-    ZEROED_READS,
     CodeBlocks,
     KernelRates,
     kernel_rates,
@@ -588,7 +587,7 @@ def _product_of(
             kernel_s, rate = kernel_s + UNPACKING_S, stepping.code_products * rate
             if blocks is not None:  # it and what adds up its splits
                 kernel_s = 2 * rates.pointwise_s
-            reads *= ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
+            reads *= stepping.zeroed_reads if served.dtypes.quant == "awq-int4" else 1.0
         else:
             narrowed = rates.fp4 if _is_fp4(served) else NARROWED
             peak = rates.products * _narrow_peak(served)

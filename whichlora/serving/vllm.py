@@ -29,6 +29,7 @@ from whichlora.serving.kernel_rates import (
     TOKENIZED_S,
     TRITON_BLOCKS,
     UNPACKING_PRODUCTS,
+    ZEROED_READS,
     CodeBlocks,
 )
 from whichlora.serving.known_models import check_known, known_note, release_note
@@ -56,7 +57,7 @@ from whichlora.serving.product_dtypes import (
     check_model_dtype,
     check_quant_dtype,
 )
-from whichlora.serving.quant_cards import AWQ_CAPABILITY, check_quant_card
+from whichlora.serving.quant_cards import AWQ_CAPABILITY, QuantCards, check_quant_card
 from whichlora.serving.rank import check_model, check_ranks, derived_context, positions_note
 from whichlora.serving.stages import check_stages, stage_notes
 from whichlora.serving.vllm_caches import check as check_cache
@@ -171,16 +172,22 @@ BLACKWELL_SINCE, FIRST_BLACKWELL = ("0.9", 10.0), "0.9.2"
 # of vLLM 0.5.0 to 0.33.0 quantization/awq.py (0.33.0: auto_awq.py), fp8.py, mxfp4.py and of
 # modelopt.py (0.8.0, 0.9.0, 0.16.0), and of compressed_tensors/schemes/compressed_tensors_wNa16.py,
 # compressed_tensors_w4a4_nvfp4.py, compressed_tensors_w8a8_mxfp8.py (0.20.0). Below 10.0 Marlin's
-# kernels unpack nvfp4.
-QUANT_CARDS = {
-    "awq-int4": (("0", AWQ_CAPABILITY),),
-    "fp8": (("0", 8.9), ("0.5.1", 8.0), ("0.14", 7.5)),
-    "w4a16": (("0", 8.0), ("0.12", 7.5)),
-    "mxfp4": (("0", 8.0),),
-    "nvfp4": (("0.8", 10.0), ("0.9", 8.0), ("0.16", 7.5)),
-    "nvfp4a16": (("0.9", 8.0), ("0.16", 7.5)),
-    "mxfp8": (("0.16", 10.0), ("0.20", 8.0)),
-}
+# kernels unpack nvfp4. Before 0.9 they read no fp8 in blocks, nor experts in fp8; Triton's do not
+# compile below 8.9 (0.8.5 fp8.py:180, 0.9.0 :179, :443; issues 17581 and 18182).
+FP8_SINCE_MARLIN = {"fp8": (("0", 8.9), ("0.9", 8.0), ("0.14", 7.5))}
+QUANT_CARDS = QuantCards(
+    weights={
+        "awq-int4": (("0", AWQ_CAPABILITY),),
+        "fp8": (("0", 8.9), ("0.5.1", 8.0), ("0.14", 7.5)),
+        "w4a16": (("0", 8.0), ("0.12", 7.5)),
+        "mxfp4": (("0", 8.0),),
+        "nvfp4": (("0.8", 10.0), ("0.9", 8.0), ("0.16", 7.5)),
+        "nvfp4a16": (("0.9", 8.0), ("0.16", 7.5)),
+        "mxfp8": (("0.16", 10.0), ("0.20", 8.0)),
+    },
+    blocks=FP8_SINCE_MARLIN,
+    experts=FP8_SINCE_MARLIN,
+)
 # Model types that are refused in float16, since when. Source: `_FLOAT16_NOT_SUPPORTED_MODELS`,
 # vLLM 0.9.1 config.py, 0.10.2 config/__init__.py, 0.33.0 config/model.py:2398; none in 0.9.0.
 FLOAT16_REFUSED = {"gemma2": "0.9.1", "gemma3": "0.9.1", "gemma3_text": "0.10.2", "glm4": "0.9.1"}
@@ -212,6 +219,9 @@ BLOCK_STEP = 16  # tokens, of which a block of the V1 engine is a multiple
 FIRST_AWQ = CodeBlocks(
     rows=16, outputs=128, splits=8, inputs=32, tile_s=1.5e-6, resident=8, expanded_rows=256
 )
+# Since 0.9 zeros are multiplied by their scales before, and subtracted as those are multiplied: no
+# more work than for GPTQ. Source: github.com/vllm-project/vllm/pull/16850.
+ZEROED_READS_SINCE = (("0", ZEROED_READS), ("0.9", 1.0))
 # That kernel divides a product into eight, which a second one adds up: it is launched from C++.
 # Kind: estimate, of a launch without Python. Source: vLLM 0.4.2
 # csrc/quantization/awq/gemm_kernels.cu awq_gemm, `_out_feats.sum(0)`.
@@ -279,6 +289,7 @@ def stepping(served: Served) -> Stepping:
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
         code_products=1.0 if served.libraries.older("vllm", "0.5") else UNPACKING_PRODUCTS,
+        zeroed_reads=served.libraries.value_of("vllm", ZEROED_READS_SINCE),
         code_blocks=FIRST_AWQ if is_first_awq else None,
         narrow_blocks=TRITON_BLOCKS if _multiplies_blocks_by_triton(served) else None,
         code_launch_s=_code_launch_s(served, is_eager=is_eager, is_first_awq=is_first_awq),
@@ -484,7 +495,7 @@ def _check_card(served: Served) -> None:
         return
     since, least = CARD_SINCE
     if not served.libraries.older("vllm", since):
-        has_kernels = served.run.quant not in QUANT_CARDS
+        has_kernels = served.run.quant not in QUANT_CARDS.weights
         instead = f"give libraries vllm={BEFORE_CARD}, or " if has_kernels else ""
         raise ConfigError(
             f"serving: {served.release} does not run on {served.gpu.key}: since "

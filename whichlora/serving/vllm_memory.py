@@ -156,7 +156,7 @@ KERNELS_BYTES = 72 * MiB
 # What the host's processes take between both looks at a memory that they share. Kind: estimate.
 # Source: three published logs of a GB10, whose free memory is that of the system: 0.6 GiB
 # (Nemotron-3-Nano-4B, 0.13.0), 1.3 (Qwen3-30B-A3B, 0.13.0) and 2.1 (Qwen3-0.6B, 0.27.1); median.
-HOST_BYTES = 1370 * MiB
+STARTING_HOST_BYTES = 1370 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
@@ -175,6 +175,11 @@ KEPT_EXPERTS_SINCE: dict[str, str] = {
     **dict.fromkeys(("gptq-int4", "gptq-int8", "mxfp4", "mxfp8"), "0.20"),
     **dict.fromkeys(("awq-int4", "w4a16"), "0.25"),
 }
+# Storages of experts that FlashInfer has kernels for on compute capability 10 alone: on later ones
+# they run on Triton's, or Marlin's. Source: vLLM 0.17.0, 0.20.0, 0.27.1 and 0.29.0 fused_moe:
+# `_supports_current_device` and `_supports_quant_scheme` of FlashInfer's experts, oracle/fp8.py of
+# blocks, oracle/int_wna16.py.
+WITHOUT_LATER_KERNELS = ("fp8", "gptq-int4", "gptq-int8", "awq-int4", "w4a16")
 EXPONENT_TILE = 256  # outputs, of 8 warps; triton_kernels HopperMXScaleLayout.swizzle_data
 # What the hidden size and the width of experts in mxfp4 are multiples of: for Marlin's kernels and
 # TensorRT-LLM's, and for Triton's.
@@ -540,7 +545,7 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
     if not _counts_tensors(served):
         entries.append(Entry(KERNELS, KERNELS_BYTES))
     if is_unified(served.gpu):
-        entries.append(Entry(HOST, HOST_BYTES))
+        entries.append(Entry(HOST, STARTING_HOST_BYTES))
     if ranks * stages > 1 and not _counts_tensors(served):
         buffers = communicator_bytes(stages, served.gpu) + communicator_bytes(ranks, served.gpu)
         buffers -= _connected_bytes(served)
@@ -692,16 +697,17 @@ def _bytes_of(entries: list[Entry]) -> int:
 def experts_are_kept(served: Served) -> bool:
     """Whether the workspace of experts outlives the pass: since `KEPT_EXPERTS_SINCE`.
 
-    Kernels of compute capability 10 and 12, which FlashInfer has since 0.17, and Triton's of mxfp4
-    have buffers of their own. Kind: exact for the defaults.
+    FlashInfer's kernels since 0.17 (compute capability 10; 12 but for `WITHOUT_LATER_KERNELS`) and
+    Triton's of mxfp4 have buffers of their own. Kind: exact for the defaults.
     Source: vLLM 0.14.0 to 0.33.0 fused_moe/modular_kernel.py `_allocate_buffers`; fused_moe/oracle
     `_get_priority_backends` of each storage.
     """
     since = KEPT_EXPERTS_SINCE.get(served.run.quant or "none")
     if not served.libraries.reaches("vllm", since) or multiplies_by_triton(served):
         return False
-    is_older = served.libraries.older("vllm", "0.17")
-    return is_older or capability(served) < 10.0
+    last = 11.0 if served.run.quant in WITHOUT_LATER_KERNELS else math.inf
+    is_own = 10.0 <= capability(served) < last and not served.libraries.older("vllm", "0.17")
+    return not is_own
 
 
 def _logit_bytes(served: Served) -> int:

@@ -23,9 +23,10 @@ CAPTURED, MODE, AHEAD = "max_cudagraph_capture_size", "performance_mode", "async
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # a variable of the shell
 POOL_BYTES, POOL_BLOCKS = "kv_cache_memory_bytes", "num_gpu_blocks_override"
 RESTARTED = "restarted"  # our own: no flag of vLLM says it
-# Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.26.0, and are
-# not in 0.25.0. config/model.py.
-STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.26"
+# Layers with a state share the pool of the V1 engine, their default since 0.10.2: its
+# v1/core/kv_cache_utils.py and models/config.py size blocks as those of 0.11.0. Prefixes are kept
+# of them in 0.26.0, and are not in 0.25.0. config/model.py.
+STATES_SINCE, STATES_KEPT_SINCE = "0.10.2", "0.26"
 OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
@@ -51,7 +52,9 @@ METHODS: dict[str, DraftedBy] = {
     "draft_model": "model",
 }
 DRAFTS_EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 1}'
-SERIAL_DRAFTS = ("ngram", "suffix")  # beside which no step is planned ahead; config/vllm.py:809
+# Since which release a step is planned ahead beside a method, never where none is named; else since
+# 0.14. Source: config/vllm.py:809; of a draft model 0.16.0 config/vllm.py:621.
+PLANNED_AHEAD_SINCE = {"ngram": "", "suffix": "", "draft_model": "0.16"}
 # Model types that the newer model runner serves by default since 0.24; other dense models since
 # 0.25, all since 0.29. Source: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of config/vllm.py in 0.24.0,
 # and `_is_default_v2_model_runner_model` in 0.25.1 to 0.28.0, which 0.29.0 has no more.
@@ -120,16 +123,14 @@ def _mode_factor(served: Served) -> int:
 def plans_ahead(served: Served) -> bool:
     """Whether a step is planned while another runs: the default since 0.14, but for some drafts.
 
-    Kind: exact. Source: `SERIAL_DRAFTS`; of a draft model since 0.16.0 config/vllm.py:621.
+    Kind: exact. Source: `PLANNED_AHEAD_SINCE`.
     """
     stated, asked = served.options[AHEAD], served.options[DRAFTS]
     if stated is not None:
         return bool(stated)
     method = draft_settings(str(asked)).get("method") if asked else None
-    is_serial = method in SERIAL_DRAFTS or (
-        method == "draft_model" and served.libraries.older("vllm", "0.16")
-    )
-    return not (is_serial or served.libraries.older("vllm", "0.14"))
+    since = PLANNED_AHEAD_SINCE.get(str(method), "0.14")
+    return bool(since) and not served.libraries.older("vllm", since)
 
 
 @lru_cache(maxsize=64)
@@ -246,9 +247,12 @@ def times_positions(served: Served) -> int:
     """Rows of rotary tables over the positions of a model: four, where those are of videos, too.
 
     Kind: exact. Source: vLLM 0.11.0 and 0.28.0 rotary_embedding/mrope.py `MRotaryEmbedding`
-    (`cache_max_position_num`); a log of 21.86 GiB of Qwen3.6-35B-A3B-NVFP4, 21.77 without.
+    (`cache_max_position_num`); logs of 21.86 GiB of Qwen3.6-35B-A3B-NVFP4, 21.77 without, and of
+    14.77 of Qwen3-VL-30B-A3B, 14.56 without. Our copies of the latter's config do not say it.
     """
     config = served.model.config
+    if served.model.model_type == "qwen3_vl_moe":
+        return 4
     text = config.get("text_config") or config
     rotation = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return 4 if "mrope_section" in rotation else 1

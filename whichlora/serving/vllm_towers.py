@@ -7,6 +7,7 @@ holds what they become while it profiles the text.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -31,6 +32,11 @@ _TILES, _MOST_TILES, _WHOLE = (336, 364, 384, 448, 512, 560), 16, (896, 1024, 15
 # gemma4_mm.py:199.
 FRAMES = {"qwen2_vl": 14, "qwen2_5_vl": 14}  # of a video, before 0.11 16
 VIDEO_PIXELS, FRAMES_AT_ONCE = 25_165_824, 2  # of Qwen3-VL: preprocessor_config.json of its videos
+# In these releases a time is counted beside each token of Qwen3-VL's videos, and vectors of every
+# item are spread over as many rows as the encoder's budget has tokens. Source: vLLM 0.11.0 and
+# 0.12.0 models/qwen3_vl.py:658 `get_max_video_tokens`, v1/worker/gpu_model_runner.py:3374
+# `expanded_outputs`; neither in 0.10.2 and 0.13.0. Logs of 0.11 name a budget of 153,600 tokens.
+TIMED_VIDEOS, TIME_SHARE = ("0.11", "0.13"), 12.5
 GEMMA4_FRAMES, GEMMA4_FRAME_TOKENS, GEMMA4_MARKERS = 32, 70, 8
 GEMMA4_TABLE = 10_240  # rows of its table of positions
 CHUNKED_SINCE = "0.22"  # before which its tower sees one image or frame at a time; 0.21 is not read
@@ -165,10 +171,21 @@ def profiled(served: Served) -> tuple[int, Item] | None:
     if not items:
         return None
     largest = max(items, key=lambda each: (each.tokens, each.medium))
-    budget = max(max_num_batched_tokens(served), largest.tokens)
+    budget = _budget(served, largest)
     of_prompt = min(limits.get(largest.medium, USUAL_LIMIT), served.context // largest.tokens)
     most = max_num_seqs(served) * max(1, of_prompt)
     return max(1, min(budget // largest.tokens, most)), largest
+
+
+def _budget(served: Served, largest: Item) -> int:
+    """Tokens for which an encoder runs at once, and its cache has room."""
+    return max(max_num_batched_tokens(served), largest.tokens)
+
+
+def _spreads(served: Served) -> bool:
+    """Whether vectors of an item have as many rows as the encoder's budget has tokens."""
+    since, until = TIMED_VIDEOS
+    return not served.libraries.older("vllm", since) and served.libraries.older("vllm", until)
 
 
 def _items(served: Served, tower: Tower) -> list[Item]:
@@ -185,8 +202,11 @@ def _items(served: Served, tower: Tower) -> list[Item]:
         pairs = max(1, min(frames // FRAMES_AT_ONCE, served.context // tokens))
         items.append(Item(medium="video", tokens=pairs * tokens, images=pairs, size=size))
     elif kind.startswith(("qwen3_vl", "qwen3_5")):
-        share = VIDEO_PIXELS / FRAMES_AT_ONCE / (size[0] * size[1])
-        items.append(Item(medium="video", tokens=int(tokens * share), images=share, size=size))
+        seen = grid.num_pixels / (3 * FRAMES_AT_ONCE)  # of three colours, once a frame
+        share, shrunk = VIDEO_PIXELS / FRAMES_AT_ONCE / seen, math.sqrt(seen / math.prod(size))
+        frame = (round(size[0] * shrunk), round(size[1] * shrunk * share))
+        times = TIME_SHARE if _spreads(served) else 1
+        items.append(Item(medium="video", tokens=int(tokens * share * times), images=1, size=frame))
     elif kind == "gemma4":
         of_video = GEMMA4_FRAMES * (GEMMA4_FRAME_TOKENS + GEMMA4_MARKERS)
         images = GEMMA4_FRAMES * GEMMA4_FRAME_TOKENS / grid.tokens
@@ -234,7 +254,10 @@ def tower_entries(served: Served) -> tuple[list[Entry], list[Entry], list[Entry]
     forward = _forward(served, tower, ceil_div(round(1000 * count * item.images), 1000), item)
     vector_bytes = model.hidden_size * element_bytes * (1 + tower.deep)
     pixels = Entry(TOWER_PIXELS, forward.num_pixels * element_bytes)
-    vectors = Entry(TOWER_VECTORS, forward.num_vectors * vector_bytes)
+    rows = forward.num_vectors
+    if _spreads(served) and rows // count < (budget := _budget(served, item)):
+        rows = rows // count + count * budget  # a variable of the loop holds the last item's own
+    vectors = Entry(TOWER_VECTORS, rows * vector_bytes)
     if model.model_type == "gemma4":
         working = int(_forward(served, tower, _gemma4_images(served, forward), item).working)
     elif model.model_type in TRANSFORMERS_TOWERS:

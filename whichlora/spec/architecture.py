@@ -224,6 +224,7 @@ class ModelSpec:
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
             before the first and after the last layer.
         notes: what a reader must know: text tower only, approximated blocks, and so on.
+        draft_note: that of them which holds where no engine loads its layers for drafts.
         config: the Hugging Face config, verbatim.
     """
 
@@ -285,6 +286,7 @@ class ModelSpec:
     file_type: str = ""
     dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()
+    draft_note: str = ""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __hash__(self) -> int:

@@ -81,7 +81,8 @@ def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
     """The architecture that `path` has, read once, as the index is.
 
     An alias may have other positions, which the file states (`positions`), or be written anew in
-    the code of another type (`rewritten`: keys of its config).
+    the code of another type (`rewritten`: keys of its config). Its `draft_note` says what layers
+    for drafts hold, which are not counted without an engine that loads them.
     """
     values = read_object(path)
     check_schema_version(values, SCHEMA_VERSION, str(path))
@@ -102,9 +103,10 @@ def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
         notes += (f"shapes of {hub_id}; context length and dtype may differ",)
     elif is_other:
         notes += (f"shapes of {hub_id}, with its own {positions} positions; dtype may differ",)
-    if values.get("note"):
-        notes += (str(values["note"]),)
-    return replace(spec, notes=notes, shapes_of=hub_id if is_other and positions is None else "")
+    draft_note = str(values.get("draft_note", ""))
+    notes += tuple(str(note) for note in (values.get("note"), draft_note) if note)
+    shapes_of = hub_id if is_other and positions is None else ""
+    return replace(spec, notes=notes, draft_note=draft_note, shapes_of=shapes_of)
 
 
 def is_gated(name: str) -> bool:
