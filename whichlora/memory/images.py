@@ -58,12 +58,14 @@ class TowerStep(TrainingStep):
     Args:
         forward: the same without a graph.
         trains: its weights are trained.
-        is_hooked: `enable_input_require_grads` finds the embedding of the patches.
+        is_hooked: a hook makes the embedded patches need a gradient.
+        is_cut: no gradient reaches its blocks, whatever they have.
     """
 
     forward: TowerForward
     trains: bool
     is_hooked: bool
+    is_cut: bool
 
     @classmethod
     def of(cls, step: TrainingStep, tower: Tower) -> TowerStep:
@@ -78,11 +80,9 @@ class TowerStep(TrainingStep):
             num_images=step.batch_size * tower.inputs(step.run.images, step.run.audios),
             r=step.r,
         )
-        remakes = step.run.versions.value_of("transformers", tower.checkpointed)
-        checkpointed = bool(step.run.gradient_checkpointing) and remakes
         return cls(
             **{name: getattr(step, name) for name in ("method", "gpu", "trainer", "r")},
-            run=replace(step.run, gradient_checkpointing=checkpointed),
+            run=replace(step.run, gradient_checkpointing=step.remakes_tower),
             model=tower.stack,
             dtypes=dtypes,
             targets=step.tower_targets,
@@ -90,7 +90,8 @@ class TowerStep(TrainingStep):
             seq_len=forward.span,
             forward=forward,
             trains=step.trains_tower,
-            is_hooked=tower.hooked and step.hooks_inputs,
+            is_hooked=step.hooks_tower,
+            is_cut=step.cuts_tower,
         )
 
     @property
@@ -111,7 +112,8 @@ class TowerStep(TrainingStep):
     def goes_backward(self) -> bool:
         """Whether any block has a graph."""
         blocks = (linear.name for layer, _ in self.model.layers() for linear in layer.linears)
-        return self.needs_grad or bool(set(blocks) & set(self.targets))
+        adapted = bool(set(blocks) & set(self.targets)) and not self.is_cut
+        return self.needs_grad or adapted
 
     @property
     def pixels(self) -> Entry:
