@@ -235,7 +235,11 @@ class TowerStep(TrainingStep):
 
     @cached_property
     def worst_backward(self) -> Count:
-        """Of the projector, the last block or the first, with what is saved until then."""
+        """Of the projector or of a block, with what is saved until then."""
+        return self.backward_where(leaves_gradients=not self.gradients_wait)
+
+    def backward_where(self, *, leaves_gradients: bool) -> Count:
+        """The same; args as of `layer_backward_where`."""
         of_projector = self.projected
         projecting = most(of_projector.backward, **self.forward.of_vectors)
         saved_there = evaluate(of_projector.saved, **self.forward.of_vectors)
@@ -245,8 +249,7 @@ class TowerStep(TrainingStep):
             return in_projector
         # gradients of the states that are joined wait for the blocks that returned them
         waiting = self.forward.state_bytes * self.tower.num_joined
-        leaves = not self.gradients_wait
-        in_blocks = self.layer_backward_where(leaves_gradients=leaves)
+        in_blocks = self.layer_backward_where(leaves_gradients=leaves_gradients)
         return largest(in_projector, saved + waiting + in_blocks)
 
     @property
@@ -287,7 +290,7 @@ def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, En
     if tower.tower.names_blocks:
         result["images_masked"] = images_masked(step, tower)
     for name, entries in moments.items():
-        result[name] = (*entries, *_held_in(name, step, tower))
+        result[name] = (*entries, *held_in(name, step, tower))
     if tower.tower.names_blocks:
         result["last_norm"] = last_norm(step, result["layer_forward"])
     if step.learns_from_images:
@@ -298,7 +301,11 @@ def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, En
 _AFTER_BACKWARD = ("embedding_backward", "optimizer_step")
 
 
-def _held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
+def held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
+    """What `moment` of the text has of the tower.
+
+    Kind: exact. Source: as of `PIXELS`, `TOWER_SAVED` and `TOWER_NAMED`.
+    """
     pixels = tower.pixels
     if tower.tower.attended:
         return _attended_in(moment, step, tower)

@@ -138,6 +138,9 @@ class Tower:
         stacked: by release of transformers, how many are copied into one tensor before.
         inner_norms: between blocks.
         named_elements: of an image that it names so long: of its patches without what is added.
+        block_class: of its blocks, which a user of FSDP must name: what transformers lists names
+            classes that the model has not; splits_blocks: only the attention of a block is listed.
+        tables: rows and columns of tables among `other_params` of `stack`, of few rows.
         table_saved: of an image that looked-up positions have, which trained gates multiply.
         wraps: names of modules around its matrices, which PEFT takes for targets and refuses.
         fused_head: TRL's fused head finds the last states of the model's class: its `base_model`
@@ -190,6 +193,9 @@ class Tower:
     stacked: ByRelease[int] = (("0", 0),)
     inner_norms: tuple[Norm, ...] = ()
     named_elements: int = 0
+    block_class: str = ""
+    splits_blocks: bool = False
+    tables: tuple[tuple[int, int], ...] = ()
     table_saved: int = 0
     wraps: tuple[str, ...] = ()
     fused_head: bool = True

@@ -144,6 +144,7 @@ def mllama(vision: Fields, text: Fields) -> Tower:
         returned_width=out,
         num_embedded=max(1, sum(group.count for group in groups) - 1),
         named_elements=tiles * (patches - 1) * width,
+        tables=((rows, tiles * patches * width), *((rows, tiles * width),) * 2),
         table_saved=tiles * (patches + 2) * width,
         # patches with the token, their sums with positions and with those of tiles, which are
         # there as they are looked up and multiplied with a gate
