@@ -2,7 +2,7 @@
 
 `--draw SEED COUNT` appends traced runs to `traces/parallel/fsdp.jsonl`, with `--offload` such
 with everything in host memory; without arguments the kept ones are compared and the table is
-printed.
+printed. `--images` is so of runs with images, in `traces/parallel/fsdp-images.jsonl`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import image_traces
 from markdown_tables import sizes_by_strategy
 from memory_samples import as_traced
 
@@ -34,6 +35,7 @@ from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.store.gpus import find_gpu
 
 RECORDS = Path(__file__).parent / "traces" / "parallel" / "fsdp.jsonl"
+IMAGES = RECORDS.with_name("fsdp-images.jsonl")
 FEWEST = 170  # traces that are kept
 GPU = find_gpu("a100-sxm-80gb")
 PHASES = {
@@ -125,6 +127,41 @@ def draw_run(chance: random.Random, *, offloads: bool = False) -> RunConfig:
         ),
         **adapters,
     )
+
+
+_SEEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "mistral3", "mllama")
+
+
+def draw_seeing(chance: random.Random) -> tuple[dict[str, Any], RunConfig]:
+    """A model of published widths and few layers, and a run with an image in each row."""
+    kind = chance.choice(_SEEN)
+    config = image_traces.config_of({"type": kind, "layers": 5, "blocks": 6, "vocab": 4096})
+    method, version = chance.choice(["full", "lora", "lora"]), chance.choice(["1", "2"])
+    options: dict[str, Any] = {"fsdp_version": "1"} if version == "1" else {}
+    if chance.random() < 0.2:
+        options["reshard_after_forward"] = False
+    freezes = chance.random() < 0.25
+    run = RunConfig(
+        model="drawn",
+        method=method,
+        quant="none",
+        target_modules=("all-linear",),
+        batch_size=chance.choice([1, 2]),
+        seq_len=chance.choice([1024, 2048]),
+        images=1,
+        image_size=chance.choice([(640, 480), (448, 448), (1024, 768)]),
+        freeze_vision_tower=freezes and method == "lora",
+        gradient_checkpointing=chance.random() < 0.7,
+        use_reentrant=False,
+        gradient_accumulation_steps=chance.choice([1, 1, 3]),
+        precision="bf16",
+        optimizer="adamw_torch",
+        expandable_segments=True,
+        parallel=ParallelConfig(
+            strategy="fsdp", gpus=chance.choice([2, 4, 8]), options=tuple(sorted(options.items()))
+        ),
+    )
+    return config, run
 
 
 def layout_of(record: Mapping[str, Any]) -> tuple[Layout, TrainingStep]:
@@ -226,25 +263,28 @@ def run_dict(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def draw(seed: int, count: int, *, offloads: bool) -> None:
+def draw(seed: int, count: int, *, offloads: bool, images: bool) -> None:
     warnings.simplefilter("ignore")
     RECORDS.parent.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         chance = random.Random(1000 * seed + number)
-        config, run = draw_config(chance), draw_run(chance, offloads=offloads)
+        if images:
+            config, run = draw_seeing(chance)
+        else:
+            config, run = draw_config(chance), draw_run(chance, offloads=offloads)
         record: dict[str, Any] = {"config": config, "run": run_dict(run)}
         try:
             layout_of(record)
             record |= traced(config, run)
         except Exception as error:
             record["refused"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        with RECORDS.open("a", encoding="utf-8") as file:
+        with (IMAGES if images else RECORDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         print(number, config["model_type"], record.get("refused", ""), file=sys.stderr, flush=True)
 
 
-def records() -> Iterator[dict[str, Any]]:
-    with RECORDS.open(encoding="utf-8") as file:
+def records(path: Path = RECORDS) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
         for line in file:
             record = json.loads(line)
             if "moments" in record:
@@ -257,7 +297,8 @@ def errors(record: Mapping[str, Any]) -> dict[str, float]:
     run = RunConfig.from_dict({"model": "drawn", **record["run"]})
     batch = 3 * 8 * run.batch_size * run.seq_len  # which the traced loop still names
     found = {"peak": max(formula.values()) / max(moments.values()) - 1}
-    if not dict(run.parallel.options).get("offload"):  # which leaves next to nothing
+    # offloaded, next to nothing is left; pixels that the traced loop names are no part of the batch
+    if not (dict(run.parallel.options).get("offload") or run.images):
         found["between steps"] = formula["rest"] / (moments["rest"] - batch) - 1
     return found
 
@@ -266,16 +307,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", nargs=2, type=int, metavar=("SEED", "COUNT"))
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--images", action="store_true")
     parser.add_argument("--worst", type=int, default=0, help="print this many of the worst")
     arguments = parser.parse_args()
     if arguments.draw:
-        draw(*arguments.draw, offloads=arguments.offload)
+        draw(*arguments.draw, offloads=arguments.offload, images=arguments.images)
         return
     rows: dict[str, list[float]] = {}
     every: list[tuple[float, str]] = []
-    for record in records():
+    for record in records(IMAGES if arguments.images else RECORDS):
         options = dict(record["run"]["parallel"])
         version = options.get("fsdp_version", "2") + ", offload" * ("offload" in options)
+        version += ", images" * arguments.images
         found = errors(record)
         every.append((found["peak"], json.dumps(record)))
         for counter, error in found.items():

@@ -647,6 +647,13 @@ _UNSLOTH_GPUS = {
 _ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def _images_of(row: Row) -> dict[str, Any]:
+    if not row["image_size"]:
+        return {}
+    width, height = row["image_size"].split("x")
+    return {"images": 1, "image_size": (whole(width), whole(height))}
+
+
 def unsloth_notebooks(line: Line) -> Iterator[Found]:
     row = line.row
     spec = model_of(row["model_id"])
@@ -654,15 +661,18 @@ def unsloth_notebooks(line: Line) -> Iterator[Found]:
     if "dynamic upload" in row["notes"]:
         yield line.left_out("run", "which matrices its upload keeps in 16 bit is not stated")
         return
+    if row["notes"].startswith("other code: "):
+        yield line.left_out("run", row["notes"])
+        return
     gpu, checkpoints = _UNSLOTH_GPUS[row["gpu"]], row["use_gradient_checkpointing"] != "False"
     # its notebooks of more pretraining have a rate of its own for both
     whole_modules = "trained whole" in row["notes"]
     run = RunConfig(
         model=spec.name,
         trainer="unsloth",
-        method="qlora",
+        method="lora" if row["quant"] else "qlora",
         r=whole(row["r"]),
-        target_modules=_ALL_LINEAR,
+        target_modules=("all-linear",) if row["image_size"] else _ALL_LINEAR,
         precision="fp16" if gpu == "t4-16gb" else "bf16",
         optimizer=row["optimizer"],  # type: ignore[arg-type]
         gradient_checkpointing=checkpoints,
@@ -672,12 +682,20 @@ def unsloth_notebooks(line: Line) -> Iterator[Found]:
         libraries=(*libraries_of(row["versions"]), ("unsloth", row["unsloth"])),
         modules_to_save=("embed_tokens", "lm_head") if whole_modules else (),
         trainer_options=(("embedding_learning_rate", 5e-6),) if whole_modules else (),
+        **_images_of(row),
     )
     stack = f"unsloth {row['unsloth']}, {row['data'].partition('/')[2]}"
     before, most = float(row["reserved_before_gib"]), float(row["peak_reserved_gib"])
-    yield line.observed(
-        spec, run, gpu, "reserved_before_training", before * GiB, stack=stack, rounding=0.0005 * GiB
-    )
+    if "wrote an answer" not in row["notes"]:
+        yield line.observed(
+            spec,
+            run,
+            gpu,
+            "reserved_before_training",
+            before * GiB,
+            stack=stack,
+            rounding=0.0005 * GiB,
+        )
     if not row["longest_row"]:
         yield line.left_out("memory", "length of the longest row not stated")
     elif row["longest_row_from"] == "read off this row":

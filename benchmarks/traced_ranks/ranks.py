@@ -27,6 +27,7 @@ from whichlora.profiler.build import (
     stored_dtype,
     without_cpu_packing,
 )
+from whichlora.profiler.images import with_fields
 from whichlora.spec.run import FP32_PRECISIONS, RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.tracer.extrapolate import TracedEvent
@@ -362,7 +363,9 @@ def take_steps(
             ids = torch.zeros(run.batch_size, run.seq_len, dtype=torch.long)
             batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
             mask = torch.ones_like(ids)
-            for tensor in (ids, batch["labels"], mask):
+            if run.images:
+                batch = dict(with_fields(model.config, run, batch))
+            for tensor in (mask, *batch.values()):
                 recorder._born(tensor, "input", None)
             cast = torch.autocast("cpu", torch.bfloat16) if wrapped.autocast else nullcontext()
             waits = micro < num_micro - 1 and not sync_each_batch

@@ -55,7 +55,7 @@ CELLS = {
     "torchtune_readme": (6, 4),
     "transformers_docs": (18, 0),
     "trl_notebooks": (2, 1),
-    "unsloth_notebooks": (33, 11),
+    "unsloth_notebooks": (38, 16),
 }
 
 

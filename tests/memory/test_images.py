@@ -215,6 +215,53 @@ def test_whether_a_tower_is_checkpointed_is_a_matter_of_the_release(
     assert TowerStep.of(step, step.model.tower).run.gradient_checkpointing is is_remade
 
 
+@pytest.mark.parametrize(
+    ("release", "reentrant", "learns"),
+    [("5.23.0", True, False), ("5.23.0", False, True), ("4.57.0", True, False)],
+)
+def test_reentrant_checkpoints_cut_off_a_tower_that_nothing_hooks(
+    release: str, reentrant: bool, learns: bool
+) -> None:
+    """Qwen3-VL's class names no embedding of patches, and before 5 no class is asked."""
+    for model_type in ("qwen3_vl", "qwen2_5_vl"):
+        libraries = (("transformers", release),)
+        run = RunConfig(
+            model="m",
+            images=1,
+            seq_len=2048,
+            use_reentrant=reentrant,
+            target_modules=("all-linear",),
+            libraries=libraries,
+        )
+        line = {"type": model_type, "layers": 5, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+        step = training_step(image_traces.job_of(line))
+        assert step.model.tower is not None
+        tower = TowerStep.of(step, step.model.tower)
+        hooked = model_type == "qwen2_5_vl" and release.startswith("5")
+        assert tower.goes_backward is (learns or hooked)
+        assert (tower.saved_by_blocks.num_bytes > 0) is (learns or hooked)
+        assert step.learns_from_images  # the projector is adapted, too
+
+
+def test_an_older_tower_copies_the_states_of_all_blocks() -> None:
+    def working(release: str) -> float:
+        run = RunConfig(
+            model="m",
+            images=1,
+            freeze_vision_tower=True,
+            gradient_checkpointing=False,
+            libraries=(("transformers", release),),
+        )
+        line = {"type": "mllama", "layers": 5, "blocks": 8, "vocab": 0, "run": run.to_dict()}
+        step = training_step(image_traces.job_of(line))
+        assert step.model.tower is not None
+        tower = TowerStep.of(step, step.model.tower)
+        return float(tower.forward.working / tower.forward.state_bytes)
+
+    # 9 are named, their copies and 2 of these; else 10, 2 copies, and 3 that are joined beside x
+    assert working("4.46.2") - working("4.50.0") == pytest.approx(4)
+
+
 def test_a_caller_who_holds_the_outputs_holds_all_keys_that_they_cache() -> None:
     settings = {"gradient_checkpointing": False, "precision": "bf16-pure", "trainer": "loop"}
     step, _ = attending(**settings)

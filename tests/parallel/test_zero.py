@@ -74,6 +74,32 @@ def test_the_median_of_the_errors_is_small() -> None:
     assert errors[round(0.9 * len(errors))] < 0.02
 
 
+def test_towers_in_stage_3_are_near_what_real_ranks_held() -> None:
+    """Small models, of which tables beside the blocks of a tower are a large part."""
+    records = list(zero_on_cpu.kept(zero_on_cpu.SEEN_IN_STAGE_3))
+    assert len(records) >= 22
+    pairs = [zero_on_cpu.compared(record) for record in records]
+    errors = sorted(abs(expected / measured - 1) for measured, expected in pairs)
+    assert statistics.median(errors) < 0.01
+    assert errors[round(0.9 * len(errors))] < 0.09
+    assert errors[-1] < 0.14
+
+
+def test_a_tower_is_gathered_for_itself_and_kept_as_the_text_is() -> None:
+    seen = zero3.Seen(layers=1)
+    (whole, near) = (live(seen=seen, max_reuse=distance, max_live=1) for distance in (10**9, 1))
+    assert (whole.seen, whole.forward) == (50 + 20, 140)
+    assert (near.seen, near.first_layer) == (10, 10)
+    frozen = live(seen=zero3.Seen(layers=1, goes_backward=False), max_reuse=10**9, max_live=1)
+    assert frozen.seen_backward == 0 < whole.seen_backward
+
+
+def test_a_block_that_learns_nothing_is_refused_in_stage_3() -> None:
+    run = a_run("zero3", model="llava-hf/llava-1.5-7b-hf", method="lora", images=1, seq_len=2048)
+    with pytest.raises(ConfigError, match="learns nothing"):
+        predict(load_model(run.model), run, A100, prior_calibration(A100))
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("strategy", zero_on_cpu.STRATEGIES)
 def test_ranks_hold_today_what_they_held(strategy: str) -> None:

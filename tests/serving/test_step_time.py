@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import whichlora
@@ -12,10 +14,13 @@ from whichlora.predict.resolve import resolve
 from whichlora.serving.kernel_rates import MOST_PRODUCTS, TRITON_BLOCKS, kernel_rates
 from whichlora.serving.step_time import PARTS, Step, StepTimer, own_all_reduce, step_timer
 from whichlora.serving.vllm import FIRST_AWQ
+from whichlora.spec.dtypes import resolve_dtypes
 from whichlora.spec.results import ServingPrediction
 from whichlora.spec.run import Quant, RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
+from whichlora.timing.expansion import unpacking_time
+from whichlora.timing.model import chip_of
 
 MODEL = "Qwen/Qwen2.5-7B"
 ALONE = Step(decoding=1, cached_tokens=1000, sampled=1)
@@ -170,6 +175,37 @@ def test_zeros_of_awq_take_no_time_since_they_are_fused() -> None:
 
     assert step_s("0.8.5", "awq-int4") > step_s("0.8.5", "gptq-int4")
     assert step_s("0.9.0", "awq-int4") == pytest.approx(step_s("0.9.0", "gptq-int4"), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("card", "version", "is_bound"),
+    [("t4-16gb", "0.45.3", True), ("t4-16gb", "0.50.2", True), ("rtx-4090-24gb", "0.45.3", False)],
+)
+def test_codes_of_bitsandbytes_are_unpacked_as_fast_as_a_card_issues_instructions(
+    card: str, version: str, is_bound: bool
+) -> None:
+    """Of each element half a byte is read and two are written, and a product reads these."""
+    step = Step(decoding=1024, cached_tokens=0, sampled=1024)
+    libraries = (("vllm", "0.8.5"), ("bitsandbytes", version))
+    found = timer(
+        card, "meta-llama/Llama-3.1-8B", quant="nf4", precision="fp16", libraries=libraries
+    )
+    moved = [p for p in found.products if p.expanded_bytes]
+    rate = unpacking_time(
+        resolve_dtypes(
+            RunConfig(model=MODEL, quant="nf4", precision="fp16", libraries=libraries),
+            trains_base=False,
+            device_kind="cuda",
+        ),
+        chip_of(find_target(card), "fp16"),
+    )
+    assert {p.unpacking for p in moved} == {rate}
+    assert (rate > 1) is is_bound
+    slower = found.parts(step)["products"]
+    plain = replace(found, products=tuple(replace(p, unpacking=1.0) for p in found.products))
+    unpacked = sum(p.count * (p.expanded_bytes / 2 + p.num_bytes) for p in moved)
+    more = (moved[0].unpacking - 1) * unpacked / (0.8 * found.bandwidth)
+    assert slower - plain.parts(step)["products"] == pytest.approx(more)
 
 
 def test_units_multiply_4_bit_floats_and_other_cards_unpack_them() -> None:

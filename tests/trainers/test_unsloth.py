@@ -13,6 +13,7 @@ from devices import A100
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.memory.entries import Group
+from whichlora.memory.images import TowerStep
 from whichlora.memory.lasting import EXPANSION
 from whichlora.memory.layer_bytes import layer_bytes
 from whichlora.memory.layer_passes import (
@@ -127,6 +128,69 @@ def test_originals_stay_beside_the_checkpoints_of_pytorch() -> None:
 
 
 PARTS_OF = ("weights", "adapters")
+VISION = "meta-llama/Llama-3.2-11B-Vision-Instruct"
+OF_VISION = (("torch", "2.5.1"), ("transformers", "4.46.2"), ("unsloth", "2024.11.9"))
+SEEING = RunConfig(
+    model=VISION,
+    trainer="unsloth",
+    method="qlora",
+    r=16,
+    target_modules=("all-linear",),
+    precision="fp16",
+    optimizer="adamw_8bit",
+    batch_size=2,
+    gradient_accumulation_steps=4,
+    seq_len=256,
+    images=1,
+    image_size=(657, 442),
+    libraries=OF_VISION,
+)
+
+
+def test_llama_3_2_vision_is_predicted_as_its_notebook_prints_it() -> None:
+    """67,174,400 trained parameters and 10.287 GiB reserved on a T4.
+
+    Source: unslothai/notebooks@8437a601e699 Llama_3_2_Vision_Finetuning_Unsloth_Radiography.ipynb.
+    """
+    card = find_gpu("t4-16gb")
+    found = resolve(load_model(VISION), SEEING, card)
+    assert training_step(found).num_trained == 67_174_400
+    peak = predict(load_model(VISION), SEEING, card, prior_calibration(card)).memory
+    assert peak.peak_reserved_bytes / 2**30 == pytest.approx(10.287, rel=0.02)
+
+
+def test_a_compiled_tower_stays_narrow_and_learns_from_2025_on() -> None:
+    def tower(unsloth: str, **changes: Any) -> TowerStep:
+        changes = {"libraries": (*OF_VISION[:2], ("unsloth", unsloth))} | changes
+        step = training_step(job(replace(SEEING, **changes)))
+        assert step.model.tower is not None
+        return TowerStep.of(step, step.model.tower)
+
+    cut, learning = tower("2024.11.9"), tower("2025.1.1")
+    assert (cut.goes_backward, learning.goes_backward) == (False, True)
+    assert cut.forward.stream == learning.forward.stream == 2
+    assert not tower("2025.1.1", freeze_vision_tower=True).goes_backward
+    current = tower("2026.10.9", libraries=())
+    assert current.run.gradient_checkpointing  # transformers alone leaves it as it is
+    assert current.goes_backward
+
+
+@pytest.mark.parametrize(
+    ("unsloth", "torch", "tiles"),
+    [
+        ("2024.11.9", "2.5.1", "registers"),
+        ("2025.10.9", "2.8.0", "registers"),
+        ("2025.10.10", "2.7.0", "registers"),
+        ("2025.10.10", "2.8.0", "chunks"),
+        ("2026.10.9", "2.13.0", "rows"),
+    ],
+)
+def test_the_loss_of_what_is_compiled_depends_on_torch(
+    unsloth: str, torch: str, tiles: str
+) -> None:
+    libraries = (("torch", torch), ("transformers", "4.50.0"), ("unsloth", unsloth))
+    logits = job(replace(SEEING, libraries=libraries)).dtypes.kernels.logits
+    assert (logits.tiles, logits.whole) == (tiles, 0)
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,14 @@ class TowerStep(TrainingStep):
     Args:
         forward: the same without a graph.
         trains: its weights are trained.
-        is_hooked: `enable_input_require_grads` finds the embedding of the patches.
+        is_hooked: a hook makes the embedded patches need a gradient.
+        is_cut: no gradient reaches its blocks, whatever they have.
     """
 
     forward: TowerForward
     trains: bool
     is_hooked: bool
+    is_cut: bool
 
     @classmethod
     def of(cls, step: TrainingStep, tower: Tower) -> TowerStep:
@@ -78,11 +80,9 @@ class TowerStep(TrainingStep):
             num_images=step.batch_size * tower.inputs(step.run.images, step.run.audios),
             r=step.r,
         )
-        remakes = step.run.versions.value_of("transformers", tower.checkpointed)
-        checkpointed = bool(step.run.gradient_checkpointing) and remakes
         return cls(
             **{name: getattr(step, name) for name in ("method", "gpu", "trainer", "r")},
-            run=replace(step.run, gradient_checkpointing=checkpointed),
+            run=replace(step.run, gradient_checkpointing=step.remakes_tower),
             model=tower.stack,
             dtypes=dtypes,
             targets=step.tower_targets,
@@ -90,7 +90,8 @@ class TowerStep(TrainingStep):
             seq_len=forward.span,
             forward=forward,
             trains=step.trains_tower,
-            is_hooked=tower.hooked and step.hooks_inputs,
+            is_hooked=step.hooks_tower,
+            is_cut=step.cuts_tower,
         )
 
     @property
@@ -111,7 +112,8 @@ class TowerStep(TrainingStep):
     def goes_backward(self) -> bool:
         """Whether any block has a graph."""
         blocks = (linear.name for layer, _ in self.model.layers() for linear in layer.linears)
-        return self.needs_grad or bool(set(blocks) & set(self.targets))
+        adapted = bool(set(blocks) & set(self.targets)) and not self.is_cut
+        return self.needs_grad or adapted
 
     @property
     def pixels(self) -> Entry:
@@ -233,7 +235,11 @@ class TowerStep(TrainingStep):
 
     @cached_property
     def worst_backward(self) -> Count:
-        """Of the projector, the last block or the first, with what is saved until then."""
+        """Of the projector or of a block, with what is saved until then."""
+        return self.backward_where(leaves_gradients=not self.gradients_wait)
+
+    def backward_where(self, *, leaves_gradients: bool) -> Count:
+        """The same; args as of `layer_backward_where`."""
         of_projector = self.projected
         projecting = most(of_projector.backward, **self.forward.of_vectors)
         saved_there = evaluate(of_projector.saved, **self.forward.of_vectors)
@@ -243,8 +249,7 @@ class TowerStep(TrainingStep):
             return in_projector
         # gradients of the states that are joined wait for the blocks that returned them
         waiting = self.forward.state_bytes * self.tower.num_joined
-        leaves = not self.gradients_wait
-        in_blocks = self.layer_backward_where(leaves_gradients=leaves)
+        in_blocks = self.layer_backward_where(leaves_gradients=leaves_gradients)
         return largest(in_projector, saved + waiting + in_blocks)
 
     @property
@@ -285,7 +290,7 @@ def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, En
     if tower.tower.names_blocks:
         result["images_masked"] = images_masked(step, tower)
     for name, entries in moments.items():
-        result[name] = (*entries, *_held_in(name, step, tower))
+        result[name] = (*entries, *held_in(name, step, tower))
     if tower.tower.names_blocks:
         result["last_norm"] = last_norm(step, result["layer_forward"])
     if step.learns_from_images:
@@ -296,7 +301,11 @@ def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, En
 _AFTER_BACKWARD = ("embedding_backward", "optimizer_step")
 
 
-def _held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
+def held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
+    """What `moment` of the text has of the tower.
+
+    Kind: exact. Source: as of `PIXELS`, `TOWER_SAVED` and `TOWER_NAMED`.
+    """
     pixels = tower.pixels
     if tower.tower.attended:
         return _attended_in(moment, step, tower)

@@ -313,10 +313,41 @@ class TrainingStep:
     @property
     def learns_from_images(self) -> bool:
         """Whether a gradient flows into a vision tower, or into its embedded patches."""
-        tower = self.model.tower
-        if tower is None:
+        if self.model.tower is None:
             return False
-        return (tower.hooked and self.hooks_inputs) or self.trains_tower or bool(self.tower_targets)
+        learning = set(self.tower_targets)
+        if self.cuts_tower:
+            learning &= {linear.name for linear in self.model.tower.stack.head_linears}
+        return self.hooks_tower or self.trains_tower or bool(learning)
+
+    @property
+    def hooks_tower(self) -> bool:
+        """Whether checkpointing makes the embedded patches of a vision tower need a gradient."""
+        tower = self.model.tower
+        if tower is None or not self.hooks_inputs:
+            return False
+        return self.trainer.hooks_tower(self.run, tower, bool(self.tower_targets))
+
+    @property
+    def remakes_tower(self) -> bool:
+        """Whether the backward makes the blocks of a vision tower again."""
+        tower = self.model.tower
+        if tower is None or not self.run.gradient_checkpointing:
+            return False
+        by_class = self.run.versions.value_of("transformers", tower.checkpointed)
+        return self.trainer.rewrites_checkpoints or by_class
+
+    @property
+    def cuts_tower(self) -> bool:
+        """Whether no gradient reaches the blocks of a vision tower, adapted or not.
+
+        Source: torch 2.13 `CheckpointFunction`, whose results need a gradient if its inputs do.
+        """
+        tower = self.model.tower
+        if tower is None or not (self.remakes_tower and self.run.use_reentrant):
+            return False
+        embeds = tower.embedder is not None and tower.embedder.name in self.tower_targets
+        return not (self.hooks_tower or self.trains_tower or embeds)
 
     @property
     def trains_tower(self) -> bool:

@@ -80,8 +80,7 @@ def layer_norm_bytes(dtypes: Dtypes) -> int:
 
     Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list, but for a CPU.
     """
-    is_wide = dtypes.under_autocast and dtypes.device_kind != "cpu"
-    return 4 if is_wide else dtypes.stream_bytes
+    return 4 if dtypes.widens_layer_norm else dtypes.stream_bytes
 
 
 def tower_dtypes(tower: Tower, run: RunConfig, dtypes: Dtypes) -> Dtypes:
@@ -247,7 +246,8 @@ class TowerForward:
         tower = self.tower
         if not tower.names_blocks:
             return (1 + tower.names_embedded) * self.state_bytes
-        return tower.stack.num_hidden_layers * self.state_bytes + self.block_mask_bytes
+        named = self.dtypes.libraries.value_of("transformers", tower.named_blocks)
+        return named * self.state_bytes + self.block_mask_bytes
 
     @property
     def block_masks(self) -> tuple[Count, ...]:

@@ -44,6 +44,7 @@ from whichlora.parallel.host_update import OMP_NUM_THREADS, threads_of, update_n
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
+from whichlora.spec.tower import Tower
 from whichlora.units import format_bytes
 
 OFFLOADED = ("optimizer", "params")  # `cpu_offload`, with the gradients
@@ -330,6 +331,8 @@ def _check(step: TrainingStep, spread: Spread) -> None:
             f"parallel: fsdp shards layers of {step.model.name} that rows without images skip, "
             "which is not predicted; use zero2 or zero3"
         )
+    if step.model.tower is not None:
+        _check_tower(step.model.name, step.model.tower)
     if step.dtypes.quant != "none" and step.dtypes.quant not in FOUR_BIT_BNB:
         raise ConfigError(
             f"quant: {step.dtypes.quant} weights are integers, which FSDP can't shard; use "
@@ -343,6 +346,22 @@ def _check(step: TrainingStep, spread: Spread) -> None:
         raise ConfigError(
             f"method: {step.run.method} reads the weights of lora_A, which version 1 shards on "
             "their own under the Trainer's wrap policy for PEFT, and stops; use fsdp_version 2"
+        )
+
+
+def _check_tower(name: str, tower: Tower) -> None:
+    """Refuse towers whose blocks are no units.
+
+    Source: `_no_split_modules` of transformers 5.23, by which accelerate and PEFT wrap.
+    """
+    if tower.hears:
+        raise ConfigError(
+            f"audios: an encoder of sound ({name}) is not predicted under fsdp; use ddp or zero2"
+        )
+    if tower.splits_blocks:
+        raise ConfigError(
+            f"images: FSDP divides the attention of {name}'s tower alone, and gathers the rest at "
+            "once, which is not predicted; use ddp or zero2"
         )
 
 
@@ -388,6 +407,12 @@ def _check_storage(step: TrainingStep, spread: Spread) -> None:
 
 def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     notes = _notes_on_four_bit(step, spread) if step.dtypes.quant in FOUR_BIT_BNB else ()
+    tower = step.model.tower
+    if tower is not None and tower.block_class:
+        notes += (
+            f"fsdp: accelerate stops at classes that {step.model.name} has not; name those of its "
+            f"layers and {tower.block_class} in fsdp_transformer_layer_cls_to_wrap",
+        )
     if offload := spread.options["offload"]:
         notes += (update_note(spread),)
         if set(offload) != set(OFFLOADED):  # type: ignore[arg-type]
@@ -578,6 +603,7 @@ STRATEGY = Strategy(
         ),
     ),
     smallest=(("offload", OFFLOADED),),
+    takes_images=True,
     joins_shards=True,
     check=_check,
     split=_split,

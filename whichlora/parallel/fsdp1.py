@@ -76,8 +76,15 @@ class Rank1(Rank):
     def _unfreed(self) -> Count:
         """All blocks, with the units of their adapters, where they stay gathered."""
         units = self.sharding.units
-        counted = zip(units.blocks, units.counts, strict=True)
+        blocks, counts = (*units.blocks, *units.tower_blocks), (*units.counts, *units.tower_counts)
+        counted = zip(blocks, counts, strict=True)
         return sum(count * unit.gathered(self._size) for unit, count in counted) * (
+            not self.sharding.reshards
+        )
+
+    @cached_property
+    def _tower_unfreed(self) -> Count:
+        return sum(unit.gathered(self._size) for unit in self._tower_units) * (
             not self.sharding.reshards
         )
 
@@ -107,7 +114,14 @@ class Rank1(Rank):
             return self._entries(root + block, zero, zero, self._waiting, 0)
         if name == "optimizer_step":
             return self._optimizer_step()
-        if name == "loss_forward":
+        if name == "images_forward":
+            block = self._tower_unfreed or self._largest_tower
+            return self._entries(root + block, zero, zero, self._waiting, 0)
+        if name == "images_backward":
+            gradients, _ = self._pending_but(zero, *self._tower_units, outside)
+            block = self._tower_unfreed or self._largest_tower
+            return self._entries(root + block, zero, zero, gradients, units.head.gradients)
+        if name in ("loss_forward", "images_masked", "last_norm"):
             return self._entries(root + self._unfreed, zero, zero, self._waiting, 0)
         if name == "loss_backward":
             unsharded = root + self._unfreed
@@ -135,10 +149,22 @@ class Rank1(Rank):
         done = [self._block(p) for p in range(place + 1, len(self._order))]
         if self.sharding.reshards:
             gradients, _ = self._pending(0 * self._root, *done)
-            return self._root + self._gathered(self._block(place)), gradients
+            kept = sum(self._gathered(block) for block in done) * self._keeps_attending
+            return self._root + self._gathered(self._block(place)) + kept, gradients
         freed = sum(block.gathered(self._size) for block in done)
         gradients, _ = self._pending(0 * self._root, *done, unfreed=freed)
         return self._root + self._unfreed - freed, gradients
+
+    @property
+    def _keeps_attending(self) -> bool:
+        """Whether frozen blocks of the text stay until all of it has gone backward.
+
+        Each is given the images' states, whose gradient is there when the first has gone backward.
+        Source: torch 2.13 `_register_post_backward_reshard_only_hook`: `register_multi_grad_hook`.
+        """
+        step = self.sharding.units.step
+        attended = self._tower is not None and self._tower.tower.attended
+        return attended and step.learns_from_images and not step.method.trains_base
 
     def _leaves_end_block(self, place: int) -> bool:
         """Whether the first of the leaves that run in a block reads the layer's normed input."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from whichlora.memory.entries import Entry
 from whichlora.memory.moments import LAYER_FORWARDS, LOGITS_GRADIENT
 from whichlora.parallel.base import Moments
-from whichlora.parallel.fsdp_rank import Rank
+from whichlora.parallel.fsdp_rank import REPLACED, Rank
 from whichlora.parallel.fsdp_units import Unit
 from whichlora.spec.numeric import Count
 
@@ -33,6 +33,14 @@ class Rank2(Rank):
         if name in LAYER_FORWARDS:
             unsharded = unsharded + (self._unfreed or self._largest_block)
             gathered = self._largest_block
+        elif name == "images_forward":
+            kept = self._all_tower * (not self.sharding.reshards)
+            embedding = self._gathered(units.embedding) * (not self.sharding.reshards)
+            unsharded = unsharded + (kept + embedding * self._sees_first or self._largest_tower)
+            gathered = self._largest_tower
+        elif name == "images_masked":
+            unsharded = unsharded + self._unfreed
+            gathered = self._largest_tower
         elif name == "loss_forward":
             unsharded = unsharded + self._untied_head + self._unfreed
             gathered = self._gathered(last) if units.is_tied else self._untied_head
@@ -51,6 +59,8 @@ class Rank2(Rank):
             )
         elif name == "optimizer_step":
             return self._optimizer_step()
+        elif name == "images_backward":
+            return self._images_backward()
         elif name == "embedding_backward":  # of a tied table
             return self._tied_embedding_backward()
         elif name == "first_layer_backward":
@@ -89,19 +99,51 @@ class Rank2(Rank):
         units = self.sharding.units
         first, second = self._block(0), self._block(1)
         embedding = self._gathered(units.embedding)
-        gathered = embedding * self.sharding.reshards
+        gathered = self._before_layers * self.sharding.reshards
         unsharded = self._whole + self._gathered(first)
         if not self.sharding.reshards:
-            unsharded = unsharded + embedding
+            unsharded = unsharded + embedding + self._all_tower
         gradients, sent = self._pending_but(
             self._sent(second),
             first,
+            *self._tower_units,
             units.embedding,
             units.root,
             *([units.head] if units.is_tied else []),
         )
         tied = units.head.gradients if units.is_tied else 0
-        return self._entries(unsharded, gathered, sent, gradients, tied + units.root.gradients)
+        return self._entries(unsharded, gathered, sent, gradients, tied + self._root_gradients)
+
+    @property
+    def _root_gradients(self) -> Count:
+        """Of the root once the text has gone backward: matrices around a tower come later."""
+        return 0 if self._tower is not None else self.sharding.units.root.gradients
+
+    @property
+    def _before_layers(self) -> Count:
+        """The unit before the first layer, as it is gathered."""
+        if self._sees_first:
+            return self._gathered(self._tower_units[-1])
+        return self._gathered(self.sharding.units.embedding)
+
+    def _images_backward(self) -> tuple[Entry, ...]:
+        """In the last block of a tower, behind the first layer of the text."""
+        units = self.sharding.units
+        reshards, block = self.sharding.reshards, self._largest_tower
+        kept = self._all_tower + self._gathered(units.embedding) * self._sees_first
+        unsharded = self._whole + (block if reshards else kept)
+        last = self._block(0) if self._sees_first else units.embedding
+        later = [units.root, *([units.head] if units.is_tied else [])]
+        gradients, sent = self._pending_but(
+            self._sent(last),
+            *self._tower_units,
+            *([units.embedding] if self._sees_first else []),
+            *later,
+        )
+        tied = units.head.gradients if units.is_tied else 0
+        return self._entries(
+            unsharded, block * reshards, sent, gradients, tied + units.root.gradients
+        )
 
     def _tied_embedding_backward(self) -> tuple[Entry, ...]:
         units = self.sharding.units
@@ -125,12 +167,21 @@ class Rank2(Rank):
             (*forward, *self._entries(stays + running, 2 * block, zero, self._waiting, 0)),
         )
         first, last = self._gathered(self._block(0)), self._gathered(self._block(-1))
-        before = self._gathered(units.head if units.is_tied else units.embedding)
-        embedding = 0 if self.sharding.reshards else self._gathered(units.embedding)
+        before = self._gathered(units.head) if units.is_tied else self._before_layers
+        if self._sees_first:
+            before = self._before_layers
+        if self._tower is not None:
+            yield "first_block_gather", self._first_block_gather()
+        if self._sees_first and len(self._order) > 1:
+            yield "second_layer_backward", self._second_layer_backward(one_device)
+        embedding = 0
+        if not self.sharding.reshards:
+            embedding = self._gathered(units.embedding) + self._all_tower
         yield (
             "first_layer_gather",
             (
                 *self.static,
+                *self._seen("layer_forward"),
                 self._stream(1),
                 *self._entries(
                     self._whole + embedding + first, before + first, zero, self._waiting, 0
@@ -184,28 +235,35 @@ class Rank2(Rank):
         units = self.sharding.units
         zero = 0 * self._whole
         first = self._block(0)
-        ahead = self._gathered(units.embedding)
+        ahead, before = self._gathered(units.embedding), self._before_layers
         is_ahead = self.sharding.reshards
-        waits = units.root.gradients + (units.head.gradients if units.is_tied else 0)
+        tied = units.head.gradients if units.is_tied else 0
+        waits = units.root.gradients + tied
         if self._has(first):
             yield (
                 "first_layer_reduce",
                 (
                     *self.static,
+                    *self._seen("loss_backward"),
                     self._stream(1),
                     *self._reducing(
                         first,
-                        self._whole + ahead * (not is_ahead),
-                        ahead * is_ahead,
+                        self._whole + (ahead + self._all_tower) * (not is_ahead),
+                        before * is_ahead,
                         self._reduced_after(
-                            units.embedding, units.root, *([units.head] if units.is_tied else [])
+                            units.embedding,
+                            units.root,
+                            *self._tower_units,
+                            *([units.head] if units.is_tied else []),
                         ),
-                        waits,
+                        self._root_gradients + tied,
                     ),
                 ),
             )
         if not units.is_tied:
-            done, sent = self._pending_but(self._sent(first), units.embedding, units.root)
+            last = first if not self._sees_first else self._tower_units[0]
+            later = self._tower_units if not self._sees_first else ()
+            done, sent = self._pending_but(self._sent(last), units.embedding, units.root, *later)
             if is_ahead and units.step.needs_grad:  # else nothing asks for it before its end
                 yield (
                     "embedding_gather",
@@ -240,6 +298,25 @@ class Rank2(Rank):
                     ),
                 ),
             )
+
+    def _second_layer_backward(self, one_device: Moments) -> tuple[Entry, ...]:
+        """Before the first, whose parameters are ahead: a tower's block is smaller."""
+        first = (e for e in one_device["first_layer_backward"] if e.part not in REPLACED)
+        added = self._layer_backward("layer_1_backward")
+        return (*self.static, *first, self._stream(1), *added)
+
+    def _first_block_gather(self) -> tuple[Entry, ...]:
+        """The first block of a tower comes, behind the embedding of the text if that is first."""
+        units, block = self.sharding.units, self._gathered(self._tower_units[0])
+        before = self._gathered(units.embedding) * self._sees_first
+        kept = before * (not self.sharding.reshards)
+        zero = 0 * self._whole
+        return (
+            *self.static,
+            *self._seen("optimizer_step"),
+            self._stream(int(self._sees_first)),
+            *self._entries(self._whole + kept + block, before + block, zero, self._waiting, 0),
+        )
 
     @property
     def _streams_at_head(self) -> int:

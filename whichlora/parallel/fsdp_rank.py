@@ -10,6 +10,7 @@ from whichlora.memory import loss, optimizer
 from whichlora.memory.allocator import PINNED_REMAINDERS, pinned_remainder_bytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import ADAPTERS, FROZEN_ADAPTERS, SAVED_MODULES
+from whichlora.memory.images import TOWER_BACKWARD, TowerStep, held_in
 from whichlora.memory.moments import LAYER_BACKWARD, LAYER_FORWARD
 from whichlora.memory.weights import (
     BUFFERS,
@@ -173,6 +174,9 @@ class Rank:
 
     def _without_earlier_gradients(self, name: str, entry: Entry) -> Entry:
         """The worst layer's backward, of which later layers' gradients are no part: they shrink."""
+        if entry.fact is TOWER_BACKWARD and self._tower is not None:
+            made = self._tower.backward_where(leaves_gradients=False)
+            return replace(entry, num_bytes=largest(made, self._tower.first_backward))
         if name != "layer_backward" or entry.fact is not LAYER_BACKWARD:
             return entry
         step = self.sharding.units.step
@@ -187,6 +191,39 @@ class Rank:
     @property
     def _size(self) -> int:
         return self.sharding.size
+
+    # --- a vision tower, whose blocks are units before those of the text ------------------------
+
+    @cached_property
+    def _tower(self) -> TowerStep | None:
+        step = self.sharding.units.step
+        return None if step.model.tower is None else TowerStep.of(step, step.model.tower)
+
+    @property
+    def _sees_first(self) -> bool:
+        """Whether the tower runs between the embedding of the text and its first layer."""
+        return self._tower is not None and not self._tower.tower.attended
+
+    @cached_property
+    def _tower_units(self) -> tuple[Unit, ...]:
+        """Its blocks, each as often as it is there."""
+        units = self.sharding.units
+        counted = zip(units.tower_blocks, units.tower_counts, strict=True)
+        return tuple(unit for unit, count in counted for _ in range(count))
+
+    @cached_property
+    def _all_tower(self) -> Count:
+        return sum(self._gathered(unit) for unit in self._tower_units)
+
+    @cached_property
+    def _largest_tower(self) -> Count:
+        return largest(*(self._gathered(unit) for unit in self.sharding.units.tower_blocks))
+
+    def _seen(self, moment: str) -> tuple[Entry, ...]:
+        """What `moment` of the text has of the tower."""
+        if self._tower is None:
+            return ()
+        return held_in(moment, self.sharding.units.step, self._tower)
 
     @cached_property
     def _order(self) -> list[int]:
@@ -246,7 +283,8 @@ class Rank:
         """Parameters of the embedding and of all blocks, where they stay gathered."""
         if self.sharding.reshards:
             return 0
-        return self._all_blocks + self._gathered(self.sharding.units.embedding)
+        embedding = self._gathered(self.sharding.units.embedding)
+        return self._all_blocks + self._all_tower + embedding
 
     # --- gradients ------------------------------------------------------------------------------
 

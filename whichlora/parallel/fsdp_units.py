@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from whichlora.memory.entries import Fact
 from whichlora.memory.gradients import (
@@ -18,6 +18,7 @@ from whichlora.memory.gradients import (
     SAVED_MODULES,
     Trained,
 )
+from whichlora.memory.images import TowerStep
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import (
     EMBEDDING_WEIGHTS,
@@ -31,6 +32,7 @@ from whichlora.spec.layer import Layer, LayerGroup, Linear
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
+from whichlora.spec.tower import Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class SentUnits:
 
     Args:
         is_last: nothing is left to compute when its gradients are sent.
+        goes_back: their backward runs; is_ahead: else version 2 gathers the last one for nobody.
         runs_again: version 1 frees it once its forward has been repeated, and gathers it once more
             for its backward: leaves of PEFT, and blocks that transformers before 4.53 checkpointed
             from outside, with `use_reentrant`.
@@ -115,6 +118,8 @@ class SentUnits:
     unit: Unit
     number: int
     is_last: bool = False
+    goes_back: bool = True
+    is_ahead: bool = False
     runs_again: bool = False
     ends_block: bool = False
 
@@ -122,6 +127,8 @@ class SentUnits:
         """Gathers of all of them in the backward of one micro-step."""
         if self.unit.name in ("head", "root"):  # is not freed after the forward
             return 0
+        if not self.goes_back:
+            return int(self.is_ahead)
         if not (self.runs_again and run.gradient_checkpointing):
             return self.number
         if self.unit.name == "layer" and not run.use_reentrant:
@@ -170,6 +177,21 @@ class Units:
     def counts(self) -> tuple[int, ...]:
         return tuple(1 if group.shared else group.count for group in self.step.model.groups)
 
+    @cached_property
+    def tower_blocks(self) -> tuple[Unit, ...]:
+        """So of a vision tower, whose blocks are units, too; none of a model without."""
+        tower, trains = self.step.model.tower, self.step.trains_tower
+        groups = () if tower is None else tower.stack.groups
+        return tuple(
+            self._unit("tower_block", self._of_layer(group, OTHER_WEIGHTS, trained=trains))
+            for group in groups
+        )
+
+    @cached_property
+    def tower_counts(self) -> tuple[int, ...]:
+        tower = self.step.model.tower
+        return () if tower is None else tuple(group.count for group in tower.stack.groups)
+
     @property
     def is_tied(self) -> bool:
         model = self.step.model
@@ -211,23 +233,48 @@ class Units:
             if table.kind != "buffer":
                 parameters.append(self._table(table.rows, table.width))
                 counted += table.num_params
-        for linear in (*model.outer_linears, *model.idle_linears):
+        idle = model.idle_linears if model.tower is None else ()
+        for linear in (*model.outer_linears, *idle):
             parameters += self._of_linear(linear, OTHER_WEIGHTS)
             counted += linear.num_params
         counted += model.embeddings[0].num_params
         if model.head is not None:
             counted += model.head.num_params - (model.head.num_weights if self.is_tied else 0)
         counted += sum(group.num_params for group in model.groups)
+        if model.tower is not None:
+            parameters += self._around_tower(model.tower)
+            counted += model.tower.stack.num_params + model.tower.idle_params
         if self._norm_is_with_head:
             counted += sum(norm.num_params for norm in model.final_norms)
         parameters += self._vectors(model.loaded_params - counted, OTHER_WEIGHTS)
         parameters += self._shared_adapters()
         return self._unit("root", parameters)
 
+    def _around_tower(self, tower: Tower) -> Iterator[Parameter]:
+        """What no block of a vision tower has, and blocks that no image passes."""
+        trains, stack = self.step.trains_tower, tower.stack
+        counted = sum(group.num_params for group in stack.groups)
+        for linear in stack.head_linears:
+            if linear.is_module:  # else a kernel, which is no matrix
+                yield from self._of_linear(linear, OTHER_WEIGHTS, trained=trains)
+                counted += linear.num_params
+            if linear.rank_multiple and linear.name in self.step.targets and not self._trains_base:
+                yield from self._of_adapter(linear)
+        for rows, width in tower.tables:
+            yield self._base(rows, width, 1, OTHER_WEIGHTS, trained=trains)
+            counted += rows * width
+        yield from self._vectors(stack.num_params - counted, OTHER_WEIGHTS, trained=trains)
+        in_idle = 0
+        for linear in tower.idle:
+            yield from self._of_linear(linear, OTHER_WEIGHTS, trained=False)
+            in_idle += linear.num_params
+        yield from self._vectors(tower.idle_params - in_idle, OTHER_WEIGHTS, trained=False)
+
     def all(self) -> Iterator[tuple[Unit, int]]:
         """Every unit with its number."""
         yield self.embedding, 1
         yield from zip(self.blocks, self.counts, strict=True)
+        yield from zip(self.tower_blocks, self.tower_counts, strict=True)
         yield self.head, 1
         yield self.root, 1
 
@@ -239,27 +286,56 @@ class Units:
         if not self.flat:
             for unit, number in self.all():
                 is_last = unit.name == "embedding" or (unit.name == "head" and self.is_tied)
+                goes_back = unit.name != "tower_block" or self._tower_goes_back
+                tower = self.step.model.tower
                 if unit.parameters:
-                    yield SentUnits(unit=unit, number=number, is_last=is_last)
+                    yield SentUnits(
+                        unit=unit,
+                        number=number,
+                        is_last=is_last,
+                        goes_back=goes_back,
+                        is_ahead=tower is not None and not tower.attended,
+                    )
             return
         older = self.step.dtypes.libraries.older("transformers", "4.53")
-        yield SentUnits(unit=self.outside, number=1, is_last=True)
-        groups = self.step.model.groups
-        for group, block, number in zip(groups, self.blocks, self.counts, strict=True):
+        outside = self.outside
+        frozen = tuple(p for p in outside.parameters if p.fact is not ADAPTERS)
+        yield SentUnits(unit=replace(outside, parameters=frozen), number=1, is_last=True)
+        for leaf in outside.parameters:
+            if leaf.fact is ADAPTERS:
+                unit = Unit(name="adapter", parameters=(replace(leaf, count=1),))
+                yield SentUnits(unit=unit, number=leaf.count)
+        tower = self.step.model.tower
+        groups = (*self.step.model.groups, *(() if tower is None else tower.stack.groups))
+        blocks = (*self.blocks, *self.tower_blocks)
+        counts = (*self.counts, *self.tower_counts)
+        for place, (group, block, number) in enumerate(zip(groups, blocks, counts, strict=True)):
             layer = group.layer
+            in_text = place < len(self.blocks)
+            repeats = in_text or self.step.remakes_tower
+            goes_back = in_text or self._tower_goes_back
             # dropout and norms save what they read: the forward is repeated up to them
             goes_on = bool(layer.dropouts) or layer.post_norm or len(layer.norms) >= 4
             leaves = [p for p in block.parameters if p.fact is ADAPTERS]
             others = tuple(p for p in block.parameters if p.fact is not ADAPTERS)
-            yield SentUnits(unit=replace(block, parameters=others), number=number, runs_again=older)
-            for place, leaf in enumerate(leaves):
+            unit = replace(block, parameters=others)
+            yield SentUnits(
+                unit=unit, number=number, goes_back=goes_back, runs_again=older and repeats
+            )
+            for number_of_leaf, leaf in enumerate(leaves):
                 unit = Unit(name="adapter", parameters=(replace(leaf, count=1),))
                 yield SentUnits(
                     unit=unit,
                     number=number * leaf.count,
-                    runs_again=True,
-                    ends_block=place == len(leaves) - 1 and not goes_on,
+                    runs_again=repeats,
+                    ends_block=number_of_leaf == len(leaves) - 1 and not goes_on,
                 )
+
+    @property
+    def _tower_goes_back(self) -> bool:
+        """Whether blocks of a vision tower have a graph."""
+        tower = self.step.model.tower
+        return tower is not None and TowerStep.of(self.step, tower).goes_backward
 
     # --- parameters -----------------------------------------------------------------------------
 
@@ -270,14 +346,17 @@ class Units:
     def _width(self, width: int, *, trained: bool) -> int:
         return self.trained_bytes or width if trained else width
 
-    def _base(self, rows: Count, width: Count, count: int, fact: Fact) -> Parameter:
+    def _base(
+        self, rows: Count, width: Count, count: int, fact: Fact, *, trained: bool | None = None
+    ) -> Parameter:
+        trained = self._trains_base if trained is None else trained
         return Parameter(
             rows=rows,
             width=width,
             count=count,
-            rest_bytes=self._width(self.rest.dtypes.base_bytes, trained=self._trains_base),
+            rest_bytes=self._width(self.rest.dtypes.base_bytes, trained=trained),
             compute_bytes=self.step.dtypes.base_bytes,
-            trained=self._trains_base,
+            trained=trained,
             fact=fact,
         )
 
@@ -303,17 +382,22 @@ class Units:
                     fact=SAVED_MODULES,
                 )
 
-    def _vectors(self, elements: int, fact: Fact) -> Iterator[Parameter]:
+    def _vectors(
+        self, elements: int, fact: Fact, *, trained: bool | None = None
+    ) -> Iterator[Parameter]:
         """Norms and biases, most of them as wide as the stream."""
         hidden = self.step.model.hidden_size
         whole, remainder = divmod(max(0, elements), hidden)
         if whole:
-            yield self._base(hidden, 1, whole, fact)
+            yield self._base(hidden, 1, whole, fact, trained=trained)
         if remainder:
-            yield self._base(remainder, 1, 1, fact)
+            yield self._base(remainder, 1, 1, fact, trained=trained)
 
-    def _of_linear(self, linear: Linear, fact: Fact) -> Iterator[Parameter]:
+    def _of_linear(
+        self, linear: Linear, fact: Fact, *, trained: bool | None = None
+    ) -> Iterator[Parameter]:
         rows, width = linear.out_features, linear.in_features
+        base = partial(self._base, fact=fact, trained=trained)
         if is_quantised(linear, self.step.dtypes):
             if self.storage_bytes > 1:  # else it is not sharded
                 codes = ceil_div(ceil_div(rows * width, 2), self.storage_bytes)
@@ -327,41 +411,46 @@ class Units:
                     fact=fact,
                 )
         elif not linear.is_module:  # experts in one parameter: the first dimension counts them
-            yield self._base(linear.count, rows * width, 1, fact)
+            yield base(linear.count, rows * width, 1)
         elif linear.transposed:
-            yield self._base(width, rows, linear.count, fact)
+            yield base(width, rows, linear.count)
         else:
-            yield self._base(rows, width, linear.count, fact)
+            yield base(rows, width, linear.count)
         if linear.bias:
-            yield self._base(rows, 1, linear.count, fact)
+            yield base(rows, 1, linear.count)
 
-    def _of_layer(self, group: LayerGroup) -> Iterator[Parameter]:
+    def _of_layer(
+        self, group: LayerGroup, fact: Fact = LAYER_WEIGHTS, *, trained: bool | None = None
+    ) -> Iterator[Parameter]:
         layer = group.layer
         in_linears = 0
         for linear in layer.linears:
             in_linears += linear.num_params
-            yield from self._of_linear(linear, LAYER_WEIGHTS)
-        yield from self._vectors(layer.num_params - in_linears, LAYER_WEIGHTS)
+            yield from self._of_linear(linear, fact, trained=trained)
+        yield from self._vectors(layer.num_params - in_linears, fact, trained=trained)
         if not self._trains_base:
             yield from self._adapters(layer)
 
     def _adapters(self, layer: Layer) -> Iterator[Parameter]:
+        for linear in adapted(layer, self.step.targets):
+            yield from self._of_adapter(linear)
+
+    def _of_adapter(self, linear: Linear) -> Iterator[Parameter]:
         step, rest = self.step, self.rest
-        for linear in adapted(layer, step.targets):
-            shapes = step.method.adapter_shapes(linear, step.r)
-            widths = step.method.adapter_widths(linear, rest.dtypes)
-            computed = step.method.adapter_widths(linear, step.dtypes)
-            for (rows, width), at_rest, in_compute in zip(shapes, widths, computed, strict=False):
-                is_vector = isinstance(rows, int) and rows == 1
-                yield Parameter(
-                    rows=width if is_vector else rows,
-                    width=1 if is_vector else width,
-                    count=linear.count,
-                    rest_bytes=self._width(at_rest, trained=True),
-                    compute_bytes=self.mixed_bytes or in_compute,
-                    trained=True,
-                    fact=ADAPTERS,
-                )
+        shapes = step.method.adapter_shapes(linear, step.r)
+        widths = step.method.adapter_widths(linear, rest.dtypes)
+        computed = step.method.adapter_widths(linear, step.dtypes)
+        for (rows, width), at_rest, in_compute in zip(shapes, widths, computed, strict=False):
+            is_vector = isinstance(rows, int) and rows == 1
+            yield Parameter(
+                rows=width if is_vector else rows,
+                width=1 if is_vector else width,
+                count=linear.count,
+                rest_bytes=self._width(at_rest, trained=True),
+                compute_bytes=self.mixed_bytes or in_compute,
+                trained=True,
+                fact=ADAPTERS,
+            )
 
     def _shared_adapters(self) -> Iterator[Parameter]:
         step = self.step

@@ -94,8 +94,8 @@ class Layout:
                 raise ConfigError(f"parallel: {strategy.needs_shards}")
             if step.model.tower is not None and not strategy.takes_images:
                 raise ConfigError(
-                    f"images: are not predicted for parallel {strategy.name}; use ddp, zero1 or "
-                    "zero2, or leave images out"
+                    f"images: are not predicted for parallel {strategy.name}; use ddp, fsdp or "
+                    "zero, or leave images out"
                 )
         for strategy, spread in self.strategies:
             strategy.check(step, spread)

@@ -10,7 +10,7 @@ checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -21,6 +21,7 @@ from whichlora.memory import optimizer
 from whichlora.memory.allocator import PINNED_REMAINDERS, pinned_remainder_bytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained, base_tensors
+from whichlora.memory.images import TowerStep
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
 from whichlora.memory.moments import (
     HEAD_GRADIENT,
@@ -147,10 +148,13 @@ class Live:
     """Most gathered elements, or bytes, in a pass or a part of it.
 
     Args:
+        forward: of the text; `seen` and `seen_backward` are of the tower before it.
         kinds: of each of those by its name, how many matrices of each kind are among them.
     """
 
     forward: int
+    seen: int
+    seen_backward: int
     loss: int
     last_layer: int
     first_layer: int
@@ -158,6 +162,20 @@ class Live:
     backward: int
     total: int
     kinds: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A vision tower before the text.
+
+    Args:
+        layers: the first so many are its blocks.
+        goes_backward, checkpointed: whether they do, and are made again.
+    """
+
+    layers: int = 0
+    goes_backward: bool = True
+    checkpointed: bool = True
 
 
 @lru_cache(maxsize=256)
@@ -171,6 +189,7 @@ def live_parameters(
     prefetch: int,
     widths: tuple[tuple[int, int], ...] = (),
     kinds: tuple[tuple[int, int], ...] = (),
+    seen: Seen | None = None,
 ) -> Live:
     """Elements of gathered parameters through one micro-step.
 
@@ -181,14 +200,20 @@ def live_parameters(
         reads_table_again: the embedding's backward runs.
         widths: bytes of an element by key, to count bytes in the place of elements.
         kinds: number of the kind by key, of keys that are to be counted.
+        seen: the first layers are those of a tower; None: none of them.
 
     Kind: exact in the order of the given modules. Source: deepspeed 0.19.8
     `PartitionedParameterCoordinator`: `fetch_sub_module`, `__params_to_release`.
     """
     forward = list(modules)
-    trace = forward + _backward_order(forward, checkpointed=checkpointed)
+    seen = seen or Seen()
+    once = 0 if seen.checkpointed else seen.layers
+    backward = _backward_order(forward, checkpointed=checkpointed, once=once)
     if not reads_table_again:
-        trace = trace[: len(forward)] + [step for step in trace[len(forward) :] if step[0] >= 0]
+        backward = [step for step in backward if step[0] >= 0]
+    if not seen.goes_backward:
+        backward = [step for step in backward if not 0 <= step[0] < seen.layers]
+    trace = forward + backward
     starts = [0, *accumulate(size for _, _, size in trace)]
     following = _next_uses(trace)
     gathered = _Gathered(dict(widths), dict(kinds))
@@ -214,7 +239,7 @@ def live_parameters(
             gathered.release(key)
     width_of = dict(widths)
     sizes = {key: size * width_of.get(key, 1) for _, key, size in forward if key >= 0}
-    return _peaks(trace, by_step, len(forward), sum(sizes.values()))
+    return _peaks(trace, by_step, len(forward), sum(sizes.values()), seen.layers)
 
 
 _Held = tuple[int, tuple[int, ...]]  # bytes, or elements; how many matrices of each kind
@@ -255,6 +280,7 @@ def _peaks(
     by_step: Sequence[_Held],
     num_forward: int,
     total: int,
+    first: int,
 ) -> Live:
     """The largest of `by_step` in each part of `trace`, which begins with the forward."""
     last = max(layer for layer, _, _ in trace)
@@ -264,11 +290,14 @@ def _peaks(
         if layer not in of_layer or held[0] > of_layer[layer][0]:
             of_layer[layer] = held
     deepest = max((layer for layer in of_layer if 0 <= layer < last), default=last)
+    in_forward = [(0 <= step[0] < first, held) for step, held in zip(trace, by_step, strict=True)]
     peaks = {
-        "forward": _most(by_step[:num_forward], none),
+        "forward": _most((h for seen, h in in_forward[:num_forward] if not seen), none),
+        "seen": _most((h for seen, h in in_forward[:num_forward] if seen), none),
+        "seen_backward": _most((h for layer, h in of_layer.items() if 0 <= layer < first), none),
         "loss": by_step[num_forward - 1],
         "last_layer": of_layer.get(deepest, none),
-        "first_layer": of_layer.get(0, none),
+        "first_layer": of_layer.get(first, none),
         "table": of_layer.get(-1, none),
         "backward": _most(of_layer.values(), none),
     }
@@ -284,7 +313,7 @@ def _most(found: Iterable[_Held], none: _Held) -> _Held:
 
 
 def _backward_order(
-    forward: Sequence[tuple[int, int, int]], *, checkpointed: bool
+    forward: Sequence[tuple[int, int, int]], *, checkpointed: bool, once: int
 ) -> list[tuple[int, int, int]]:
     order: list[tuple[int, int, int]] = []
     by_layer: dict[int, list[tuple[int, int, int]]] = {}
@@ -293,7 +322,7 @@ def _backward_order(
     last = max(by_layer)
     for layer in sorted(by_layer, reverse=True):
         of_layer = by_layer[layer]
-        if checkpointed and 0 <= layer < last:
+        if checkpointed and once <= layer < last:
             order += of_layer  # made again
         order += [module for module in of_layer if module[1] == CONTAINER]
         order += [module for module in reversed(of_layer) if module[1] != CONTAINER]
@@ -320,11 +349,13 @@ def gathered_modules(step: TrainingStep) -> tuple[tuple[int, int, int], ...]:
     """
     model = step.model
     modules = [(-1, CONTAINER, 0)] * (2 if step.method.trains_base else 4)
-    for key, table in enumerate(model.embeddings):
-        modules.append((-1, key, int(table.num_params)))
-    modules.append((-1, SMALL, 0))  # rotary embedding
+    text = [(-1, key, int(table.num_params)) for key, table in enumerate(model.embeddings)]
+    text.append((-1, SMALL, 0))  # rotary embedding
+    tower = _tower_modules(step)
+    attended = model.tower is not None and model.tower.attended
+    modules += [*tower, *text] if attended else [*text, *tower]
     key = len(model.embeddings)
-    place = 0
+    place = seen_of(step).layers
     for group in model.groups:
         in_layer = _layer_modules(step, group.layer)
         step_of_key = int(not group.shared)
@@ -340,6 +371,47 @@ def gathered_modules(step: TrainingStep) -> tuple[tuple[int, int, int], ...]:
         head_key = 0 if model.head_tied else key
         modules.append((place, head_key, int(model.head.num_weights)))
     return tuple(modules)
+
+
+def seen_of(step: TrainingStep) -> Seen:
+    """The tower of `step`, whose blocks come before the layers of the text."""
+    tower = step.model.tower
+    if tower is None:
+        return Seen()
+    return Seen(
+        layers=tower.stack.num_hidden_layers,
+        goes_backward=TowerStep.of(step, tower).goes_backward,
+        checkpointed=step.remakes_tower,
+    )
+
+
+def _first_tower_key(step: TrainingStep) -> int:
+    """Behind those of the text and of its head."""
+    in_text = sum(len(g.layer.linears) * (1 if g.shared else g.count) for g in step.model.groups)
+    return len(step.model.embeddings) + in_text + 1
+
+
+def _tower_modules(step: TrainingStep) -> list[tuple[int, int, int]]:
+    """What embeds the patches, the blocks, and the matrices behind the last one.
+
+    Kind: estimate: kernels and tables beside the blocks are one module.
+    """
+    tower = step.model.tower
+    if tower is None:
+        return []
+    key, place = _first_tower_key(step), 0
+    modules = [(0, key, int(tower.stack.other_params))]
+    key += 1
+    for group in tower.stack.groups:
+        in_layer = _layer_modules(step, group.layer)
+        for _ in range(group.count):
+            modules += [(place, kind if kind < 0 else key + kind, size) for kind, size in in_layer]
+            key += len(group.layer.linears)
+            place += 1
+    for linear in tower.stack.head_linears:
+        modules.append((place - 1, key, int(linear.num_weights)))
+        key += 1
+    return modules
 
 
 def _layer_modules(step: TrainingStep, layer: Layer) -> list[tuple[int, int]]:
@@ -376,7 +448,18 @@ def element_widths(step: TrainingStep) -> tuple[tuple[int, int], ...]:
             for each in of_layer:
                 widths.append((key, each))
                 key += not group.shared
-    return (*widths, (key, width))
+    return (*widths, (key, width), *_tower_widths(step))
+
+
+def _tower_widths(step: TrainingStep) -> Iterator[tuple[int, int]]:
+    tower, width = step.model.tower, step.dtypes.base_bytes
+    if tower is None:
+        return
+    linears = [linear for g in tower.stack.groups for linear in g.layer.linears * g.count]
+    every: list[Linear | None] = [None, *linears, *tower.stack.head_linears]
+    for key, linear in enumerate(every, start=_first_tower_key(step)):
+        codes = linear is not None and is_quantised(linear, step.dtypes)
+        yield key, 1 if codes else width
 
 
 def _option(step: TrainingStep, spread: Spread, name: str, auto: int) -> int:
@@ -412,6 +495,7 @@ def live_of(step: TrainingStep, spread: Spread) -> Live:
         prefetch=_option(step, spread, "stage3_prefetch_bucket_size", int(0.9 * hidden**2)),
         widths=element_widths(step),
         kinds=adapted_keys(step),
+        seen=seen_of(step),
     )
 
 
@@ -583,6 +667,10 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     live = live_of(step, spread)
     gathered = {
         **dict.fromkeys(LAYER_FORWARDS, "forward"),
+        "images_forward": "seen",
+        "images_masked": "forward",
+        "images_backward": "seen_backward",
+        "last_norm": "loss",
         "loss_forward": "loss",
         "loss_backward": "loss",
         "head_backward": "loss",
@@ -821,6 +909,12 @@ def _weights_share(spread: Spread) -> float:
 def _check(step: TrainingStep, spread: Spread) -> None:
     """Source: GPTQModel 7.3 `BaseQuantLinear`; deepspeed 0.19.8 `Init._post_init_method`."""
     deepspeed.check(step, spread)
+    tower = step.model.tower
+    if tower is not None and (tower.hears or tower.runs_idle):
+        reads = "audios: sound is" if tower.hears else "images: a block that learns nothing is"
+        raise ConfigError(
+            f"{reads} not predicted under zero3 ({step.model.name}); use zero2, or ddp"
+        )
     if step.dtypes.quant in CHECKPOINT_QUANTS:
         raise ConfigError(
             f"quant: {step.dtypes.quant} weights are buffers, which ZeRO-3 leaves whole on each "
@@ -864,6 +958,7 @@ STRATEGY = Strategy(
     divides="data",
     options=_OPTIONS,
     smallest=(("offload", ("optimizer", "params")),),
+    takes_images=True,
     check=_check,
     split=_split,
     moments=_moments,

@@ -58,7 +58,7 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         )
     check_beside(model, run, trainer, "audio" if tower.hears else "images")
     if tower.attended:
-        check_attending(model, run)
+        check_attending(model, run, trainer)
     check_pixels(tower, run)
     check_tokens(tower, run)
     if tower.masks_text == "windows":

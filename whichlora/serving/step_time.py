@@ -39,7 +39,8 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.layer import Attention, Layer, Linear, Moe
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.spec.targets import adapted
-from whichlora.timing.model import product_rate, tiled_multiprocessors
+from whichlora.timing.expansion import unpacking_time
+from whichlora.timing.model import chip_of, product_rate, tiled_multiprocessors
 from whichlora.timing.products import idle_flops
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class _Product:
         row_s: of each row, what narrows its inputs; of experts, what is between their products.
         expert_rows: as of `Stepping`, and `code_blocks`.
         expanded_bytes: written and read where more than `fused_rows` rows pass it, for which its
-            stored codes are expanded first.
+            stored codes are expanded first; unpacking: as of `unpacking_time`.
     """
 
     count: float
@@ -131,6 +132,7 @@ class _Product:
     tokens: int = 1
     spread: float = 0.0
     expanded_bytes: float = 0.0
+    unpacking: float = 1.0
     fused_rows: int = 0
 
     def visited(self, tokens: float) -> float:
@@ -341,8 +343,11 @@ class StepTimer:
             in_blocks = visited * blocks.seconds(each, inputs, outputs, multiprocessors)
             work = in_blocks if product.is_unpacked else max(work, in_blocks)
         work += tokens * product.row_s
-        if tokens > product.fused_rows:
-            work += product.expanded_bytes / (POINTWISE_READS * self.bandwidth)
+        if product.expanded_bytes and tokens > product.fused_rows:
+            # half is written by the kernel that reads what is stored, as it was counted above
+            written = product.expanded_bytes / 2
+            slower = (product.unpacking - 1) * (written + product.num_bytes)
+            work += (product.expanded_bytes + slower) / (POINTWISE_READS * self.bandwidth)
         kernel_s = product.kernel_s
         if product.expert_rows is not None:
             kernels = product.experts * math.ceil(tokens / product.expert_rows)
@@ -601,6 +606,7 @@ def _product_of(
     return _Product(
         count=count,
         expanded_bytes=expanded_bytes,
+        unpacking=unpacking_time(served.dtypes, chip_of(served.gpu, compute_dtype(served))),
         fused_rows=fused_rows(served.dtypes) if expanded_bytes else 0,
         num_bytes=float(
             sum(stored(each) if stored else linear_bytes(each, served.dtypes) for each in group)

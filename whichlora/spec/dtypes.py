@@ -195,6 +195,12 @@ class Dtypes:
         return self.half_bytes if self.autocasts_four_bit else self.four_bit_bytes
 
     @property
+    def widens_layer_norm(self) -> bool:
+        """Whether a LayerNorm returns fp32, whatever it is given: that of CUDA's autocast does."""
+        widens = self.under_autocast and self.backend.widens_norms
+        return widens and not self.kernels.narrow_layer_norm
+
+    @property
     def uses_sdpa(self) -> bool:
         """Whether torch's SDPA was asked for, whatever kernel of it."""
         return self.attn.startswith("sdpa")

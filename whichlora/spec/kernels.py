@@ -49,6 +49,7 @@ class FusedKernels:
         keeps_expanded: one of the largest matrices that are quantised stays expanded, unless
             adapters drop; else each product expands its own.
         experts: grouped products of all experts of a layer (`symbolic.grouped_experts`).
+        narrow_layer_norm: a LayerNorm returns the dtype that it is given, also under autocast.
         rope_positions: each attention has cosines and sines of so many positions, or of all that
             the model knows where these are fewer; None: as the release of transformers has them.
         logits: of the loss that is fused with the head.
@@ -61,6 +62,7 @@ class FusedKernels:
     adds_apart: bool = False
     keeps_expanded: bool = True
     experts: bool = False
+    narrow_layer_norm: bool = False
     rope_positions: int | None = None
     logits: LogitTiles = ROWS
 

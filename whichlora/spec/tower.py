@@ -132,10 +132,15 @@ class Tower:
         strips: vectors of padding are left out before the last matrix.
         checkpointed: by release of transformers, whether checkpointing makes its blocks again in
             the backward, as it does layers.
-        names_blocks: the tower's forward names what all of its blocks returned, and their mask,
-            until it returns; num_joined: how many of these states are joined with the last one.
+        named_blocks: by release of transformers, of how many blocks the tower's forward names what
+            they returned, and their mask, until it returns.
+        num_joined: how many of these states are joined with the last one.
+        stacked: by release of transformers, how many are copied into one tensor before.
         inner_norms: between blocks.
         named_elements: of an image that it names so long: of its patches without what is added.
+        block_class: of its blocks, which a user of FSDP must name: what transformers lists names
+            classes that the model has not; splits_blocks: only the attention of a block is listed.
+        tables: rows and columns of tables among `other_params` of `stack`, of few rows.
         table_saved: of an image that looked-up positions have, which trained gates multiply.
         wraps: names of modules around its matrices, which PEFT takes for targets and refuses.
         fused_head: TRL's fused head finds the last states of the model's class: its `base_model`
@@ -183,13 +188,22 @@ class Tower:
     names_embedded: bool = False
     strips: bool = False
     checkpointed: ByRelease[bool] = (("0", True),)
-    names_blocks: bool = False
+    named_blocks: ByRelease[int] = (("0", 0),)
     num_joined: int = 0
+    stacked: ByRelease[int] = (("0", 0),)
     inner_norms: tuple[Norm, ...] = ()
     named_elements: int = 0
+    block_class: str = ""
+    splits_blocks: bool = False
+    tables: tuple[tuple[int, int], ...] = ()
     table_saved: int = 0
     wraps: tuple[str, ...] = ()
     fused_head: bool = True
+
+    @property
+    def names_blocks(self) -> bool:
+        """Whether its forward names what several blocks returned."""
+        return any(named for _, named in self.named_blocks)
 
     @property
     def hears(self) -> bool:

@@ -69,9 +69,7 @@ def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:
     dtypes = code.dtypes
     if not any(attention.cross for attention in layer.attentions):
         return None
-    widened = (
-        layer.norms[0].kind == "layer" and dtypes.under_autocast and dtypes.backend.widens_norms
-    )
+    widened = layer.norms[0].kind == "layer" and dtypes.widens_layer_norm
     size = dtypes.encoder_bytes or (4 if widened else dtypes.stream_bytes)
     length = layer.attentions[-1].memory_len
     elements = per_sequence(length * x.elements.per_token) if length else x.elements
@@ -256,7 +254,7 @@ def stream_bytes(layer: Layer, dtypes: Dtypes, *, after_norm: bool) -> int:
     """
     if layer.wide_residual:
         return 4
-    if not (dtypes.under_autocast and dtypes.backend.widens_norms):
+    if not dtypes.widens_layer_norm:
         return dtypes.stream_bytes
     is_last_wide = bool(layer.norms) and layer.norms[-1].kind == "layer"
     if after_norm or (is_last_wide and (layer.post_norm or _keeps_wide(layer, dtypes))):

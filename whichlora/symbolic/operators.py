@@ -291,9 +291,7 @@ class OpEmitter:
         if norm.kind in ("layer", "layer_narrow"):
             on_cpu = dtypes.device_kind == "cpu"
             # OLMo's has no weight, and casts by itself
-            widened = norm.kind == "layer" and (
-                not norm.weight or (dtypes.under_autocast and dtypes.backend.widens_norms)
-            )
+            widened = norm.kind == "layer" and (not norm.weight or dtypes.widens_layer_norm)
             wide = self.cast(x, 4, f"{norm.name}: fp32 input") if widened else x
             if (
                 norm.kind == "layer_narrow"

@@ -219,9 +219,14 @@ def _mllama(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     """
     tape, width = code.tape, tower.stack.hidden_size
     (projection,) = tower.stack.head_linears
-    earlier = tape.weight(per_token(width * tower.num_joined), x.size)
+    num_stacked = code.dtypes.libraries.value_of("transformers", tower.stacked)
+    earlier = tape.weight(per_token(width * num_stacked), x.size)
     earlier.needs_grad = x.needs_grad
     stacked = tape.op([earlier], earlier.elements, x.size, passes=True)
+    if num_stacked > tower.num_joined:
+        every, taken = stacked, per_token(width * tower.num_joined)
+        stacked = tape.op([every], taken, x.size, passes=True)
+        tape.hold(every)
     parts = [tape.parts(y, (code.rows.of(y.elements.per_token),))[0] for y in (x, stacked)]
     joined = tape.concatenate(parts, code.rows.of(projection.in_features))
     tape.hold(x, stacked)

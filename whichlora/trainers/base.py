@@ -17,6 +17,7 @@ from whichlora.spec.loss_heads import LOSS_HEADS, TRL
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, USUAL_HEAD, LossHead, RunConfig
+from whichlora.spec.tower import Tower
 from whichlora.spec.versions import Libraries
 
 # Of all weights of a language model; the 5e-5 of transformers' TrainingArguments is for BERTs.
@@ -289,6 +290,14 @@ def _stock_code(run: RunConfig, model_type: str) -> FusedKernels:
     return NO_KERNELS
 
 
+def _by_class(run: RunConfig, tower: Tower, is_adapted: bool) -> bool:
+    """Where the class of a tower names what embeds its patches.
+
+    Source: transformers 5.0 `enable_input_require_grads`, before which it hooks the text alone.
+    """
+    return tower.hooked and not run.versions.older("transformers", "5")
+
+
 def _named(run: RunConfig, model_type: str) -> LossHead:
     return run.loss_head
 
@@ -368,6 +377,10 @@ class Trainer:
         frames_rows: it puts BOS and EOS tokens around each row itself, also around one that a chat
             template has rendered; else EOS follows the text, and the tokenizer adds its own.
         takes_images: its batches with images are predicted.
+        hooks_tower: whether checkpointing makes the embedded patches of a tower need a gradient,
+            which may have adapters.
+        rewrites_checkpoints: it rewrites the loops of a class, so that every tower is checkpointed,
+            and layers get by position, detached, what they attend to.
         gathers_batches: those of all micro-steps are read before the first.
         drops_longer: rows longer than seq_len are left out, not cut.
         keeps_unlearned: rows stay whose prompt fills seq_len, with an answer of no tokens.
@@ -442,6 +455,8 @@ class Trainer:
     columns: Callable[[RunConfig], Columns | None] = _one_forward
     frames_rows: bool = False
     takes_images: bool = False
+    hooks_tower: Callable[[RunConfig, Tower, bool], bool] = _by_class
+    rewrites_checkpoints: bool = False
     gathers_batches: bool = False
     drops_longer: bool = False
     keeps_unlearned: bool = False

@@ -1,7 +1,9 @@
 """Unsloth's `FastLanguageModel` under TRL's `SFTTrainer`: LoRA and QLoRA with its own kernels.
 
 Inputs of checkpointed layers go to the host, LoRA matrices of a block run in one function, and the
-loss makes no whole logits. Experts are stored in 4 bit, and run in grouped products.
+loss makes no whole logits. Experts are stored in 4 bit, and run in grouped products. Of other types
+`FastModel` and `FastVisionModel` compile the code of transformers, and replace its loss, its
+LayerNorm, its checkpoints and PEFT's forward.
 
 Source: unsloth 2026.10.9 `models/llama.py`, `FastLlamaModel`; `kernels/fast_lora.py`,
 `kernels/rms_layernorm.py`, `kernels/rope_embedding.py`; unsloth_zoo 2026.10.9
@@ -14,10 +16,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import FusedKernels, LogitTiles
 from whichlora.spec.options import Option
 from whichlora.spec.run import LossHead, RunConfig, autocast_precision
+from whichlora.spec.tower import Tower
 from whichlora.spec.versions import ByRelease
 from whichlora.trainers import sft
 from whichlora.trainers.base import always, never
@@ -51,9 +55,26 @@ _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # `FastModel` quantises the experts of these, and runs them in grouped products. It compiles their
 # layers, which are counted as transformers and PEFT write them.
 _MIXTURES = ("mixtral", "qwen3_moe")
+# `FastModel` and `FastVisionModel` compile these, whose layers are those of transformers; Gemma 3
+# and 4 have layers of its own in fp16 (temporary_patches/gemma.py).
+_COMPILED = ("mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "mistral3")
+_WIDENED = "qwen3_5"  # FORCE_FLOAT32 of models/loader.py, where there is no bf16
 OWN_TYPES = frozenset((*_TYPES, *_MIXTURES))
 _METHODS = ("lora", "qlora")
 
+# What releases did for those that are compiled: unsloth_zoo compiler.py
+# `cross_entropy_replacement`, `patch_lora_forwards`; unsloth models/vision.py
+# `requires_grad_for_gradient_checkpointing`; unsloth_zoo gradient_checkpointing.py
+# `UnslothCheckpointFunction`, which first kept all on the GPU. The loss is Apple's cut cross
+# entropy; 2025.10.10 takes that of _LOGITS beside torch 2.8 and later.
+_CUT_LOGITS: ByRelease[LogitTiles] = (
+    ("0", LogitTiles(tiles="registers", head_gradient=True)),
+    ("2025.1.1", LogitTiles(tiles="registers")),
+)
+_CUTS: ByRelease[str] = (("0", "99"), ("2025.10.10", "2.8"))  # of torch, up to there
+_PATCHES_ADAPTERS: ByRelease[bool] = (("0", False), ("2025.1.1", True))
+_HOOKS_TOWERS: ByRelease[bool] = (("0", False), ("2025.1.1", True))
+_OFFLOADS_COMPILED: ByRelease[bool] = (("0", False), ("2025.1.1", True))
 # What releases did. Source: github.com/unslothai/unsloth and unsloth-zoo at the commit that sets
 # `__version__`; what it says of unsloth_zoo is that of its day.
 # The loss: whole logits in 16 bit (models/llama.py, `fast_cross_entropy_loss`); 2024.11.8 takes
@@ -108,10 +129,13 @@ def kernels(run: RunConfig, model_type: str) -> FusedKernels:
                 f"code, which is not predicted; give {_GROUPED_EXPERTS} or later"
             )
         return FusedKernels(experts=True)
+    if model_type in _COMPILED:
+        return _compiled(run, model_type)
     if model_type not in _TYPES:
+        known = ", ".join((*_TYPES, *_MIXTURES, *_COMPILED))
         raise ConfigError(
-            f"trainer: unsloth is predicted for {', '.join((*_TYPES, *_MIXTURES))}; it compiles "
-            f"{model_type}, or runs other code for it; use trainer sft"
+            f"trainer: unsloth is predicted for {known}; it compiles {model_type}, or runs other "
+            "code for it; use trainer sft"
         )
     return FusedKernels(
         norm="in_place",
@@ -122,6 +146,19 @@ def kernels(run: RunConfig, model_type: str) -> FusedKernels:
         rope_positions=versions.value_of("unsloth", _ROPE_POSITIONS),
         logits=_logits_of(run),
     )
+
+
+def _compiled(run: RunConfig, model_type: str) -> FusedKernels:
+    """Raises: ConfigError: what it trains whole there is not read."""
+    if run.modules_to_save:
+        raise ConfigError(
+            f"modules_to_save: trainer unsloth is predicted with none of them for {model_type}"
+        )
+    cuts = run.versions.older("torch", run.versions.value_of("unsloth", _CUTS))
+    tiles = run.versions.value_of("unsloth", _CUT_LOGITS if cuts else _LOGITS)
+    if run.trainer_option(WHOLE_LOGITS.name):
+        tiles = LogitTiles(whole=None)
+    return FusedKernels(narrow_layer_norm=True, logits=tiles)
 
 
 def _logits_of(run: RunConfig) -> LogitTiles:
@@ -151,6 +188,9 @@ def _narrow_copies(dtypes: Dtypes) -> Dtypes:
     """
     # `FastLanguageModel.from_pretrained` has a device_map where nobody gives one: "sequential"
     dtypes = replace(dtypes, loads_at_once=True)
+    if dtypes.kernels.narrow_layer_norm:
+        patches = dtypes.libraries.value_of("unsloth", _PATCHES_ADAPTERS)
+        return _without_casts(dtypes) if patches else dtypes
     if not dtypes.kernels.adapters:
         return dtypes
     is_wide = dtypes.half == "fp16" or dtypes.libraries.value_of("unsloth", _WIDENS_COPIES)
@@ -165,9 +205,36 @@ def _narrow_copies(dtypes: Dtypes) -> Dtypes:
     )
 
 
+def _without_casts(dtypes: Dtypes) -> Dtypes:
+    """Adapters read 16 bit as it is under autocast, and their weights are cast inside a product.
+
+    Source: unsloth_zoo 2025.1.1 compiler.py `COMPILED_LORA_FORWARD`: `addmm` under autocast.
+    """
+    if not dtypes.under_autocast or dtypes.half_bytes > 2:
+        return dtypes
+    return replace(dtypes, mode="P", autocast=False, adapter_product_bytes=2)
+
+
 def _offloads(run: RunConfig) -> bool:
-    asked = run.trainer_option(CHECKPOINTING.name) != "true"
-    return asked and run.versions.value_of("unsloth", _OFFLOADS)
+    if run.trainer_option(CHECKPOINTING.name) == "true":
+        return False
+    return run.versions.value_of("unsloth", _OFFLOADS_COMPILED if run.images else _OFFLOADS)
+
+
+def _own_model(model: ModelSpec, run: RunConfig) -> ModelSpec:
+    """Adapts blocks of a tower, and no matrix around them.
+
+    Source: unsloth_zoo 2026.10.9 peft_utils.py `get_peft_regex`: attention and MLPs of blocks.
+    """
+    if model.tower is None or model.model_type not in _COMPILED:
+        return model
+    stack = model.tower.stack
+    around = tuple(replace(linear, adapter_rank=0) for linear in stack.head_linears)
+    return replace(model, tower=replace(model.tower, stack=replace(stack, head_linears=around)))
+
+
+def _hooks_tower(run: RunConfig, tower: Tower, is_adapted: bool) -> bool:
+    return is_adapted and run.versions.value_of("unsloth", _HOOKS_TOWERS)
 
 
 def _staging_buffers(run: RunConfig) -> int:
@@ -216,6 +283,14 @@ def _check(run: RunConfig) -> None:
 
 
 def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
+    if model_type in _COMPILED:
+        told: tuple[str, ...] = (
+            f"Unsloth compiles the layers of {model_type}, which take at most what is counted; its "
+            "other code is known by its sources",
+        )
+        if model_type == _WIDENED and run.precision == "fp16":
+            told += (f"Unsloth may run {model_type} in fp32 between products in fp16: not counted",)
+        return told
     if model_type in _MIXTURES:
         return (
             "Unsloth's products of experts were traced; it compiles the layers around them, which "
@@ -248,7 +323,10 @@ def _notes(run: RunConfig) -> tuple[str, ...]:
 
 TRAINER = replace(
     sft.TRAINER,
-    takes_images=False,
+    takes_images=True,
+    own_model=_own_model,
+    hooks_tower=_hooks_tower,
+    rewrites_checkpoints=True,
     name="unsloth",
     also_called={"FastLanguageModel": ""},
     summary="Unsloth's FastLanguageModel with its kernels, under TRL's SFTTrainer",

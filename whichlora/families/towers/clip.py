@@ -130,6 +130,7 @@ def llava(vision: Fields, text: Fields) -> Tower:
     patches = (side // patch) ** 2
     (blocks,) = siglip_groups(vision, width, wide)
     return Tower(
+        block_class="CLIPEncoderLayer",
         stack=stack(
             vision,
             (replace(blocks, count=blocks.count - 1),),

@@ -159,6 +159,7 @@ def gemma4(vision: Fields, text: Fields) -> Tower:
         idle, idle_params = _audio(audio, text.size("hidden_size"), quantises_last=quantises_last)
         quantises_last = True
     return Tower(
+        block_class="Gemma4VisionEncoderLayer" if hears is None else "",
         stack=stack(
             vision,
             (LayerGroup(layer=_layer(vision), count=vision.layers(), stack="encoder"),),

@@ -144,6 +144,7 @@ def mllama(vision: Fields, text: Fields) -> Tower:
         returned_width=out,
         num_embedded=max(1, sum(group.count for group in groups) - 1),
         named_elements=tiles * (patches - 1) * width,
+        tables=((rows, tiles * patches * width), *((rows, tiles * width),) * 2),
         table_saved=tiles * (patches + 2) * width,
         # patches with the token, their sums with positions and with those of tiles, which are
         # there as they are looked up and multiplied with a gate
@@ -153,8 +154,11 @@ def mllama(vision: Fields, text: Fields) -> Tower:
         attended=True,
         # `MllamaVisionEncoder.forward` of 4.46 to 4.54 does, that of 4.55 calls its layers alone
         checkpointed=(("0", True), ("4.55", False)),
-        names_blocks=True,
+        # `output_hidden_states` is handed to the first encoder alone until 4.54
+        named_blocks=(("0", groups[0].count + 1), ("4.55", sum(group.count for group in groups))),
         num_joined=num_joined,
+        # `torch.stack(all_intermediate_hidden_states)` of 4.46 is of all, of which it takes these
+        stacked=(("0", groups[0].count + 1), ("4.47", num_joined)),
         holds_narrow=False,
     )
 

@@ -68,6 +68,7 @@ def gemma3(vision: Fields, text: Fields) -> Tower:
         head = matrices([("out_proj", width, width), ("fc1", width, wide), ("fc2", wide, width)])
         in_head = width + dense(width, 3 * width) + 2 * width
     return Tower(
+        block_class="SiglipEncoderLayer",
         stack=stack(
             vision,
             siglip_groups(vision, width, wide),

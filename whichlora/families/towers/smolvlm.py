@@ -95,6 +95,7 @@ def smolvlm(vision: Fields, text: Fields) -> Tower:
     side, patch = vision.size("image_size"), vision.size("patch_size")
     channels, merge = vision.size("num_channels"), text.size("scale_factor") ** 2
     return Tower(
+        splits_blocks=True,
         stack=stack(
             vision,
             siglip_groups(vision, width, wide),

@@ -54,14 +54,16 @@ def check_tokens(tower: Tower, run: RunConfig) -> None:
         )
 
 
-def check_attending(model: ModelSpec, run: RunConfig) -> None:
+def check_attending(model: ModelSpec, run: RunConfig, trainer: Trainer) -> None:
     """Refuse what breaks where several layers attend to images.
 
-    Source: torch 2.13 `CheckpointFunction.backward`; transformers 5.23 `QuantizedLayer.update`,
+    Source: torch 2.13 `CheckpointFunction.backward`, which detaches arguments that are positional,
+    as those of `MllamaTextModel.forward` of 4.54; transformers 5.23 `QuantizedLayer.update`,
     which keeps no `keys` that `_has_cached_cross_attention_states` of modeling_mllama.py finds.
     """
     training = run.phase == "finetune"
-    if training and run.gradient_checkpointing and run.use_reentrant:
+    detached = trainer.rewrites_checkpoints or run.versions.older("transformers", "4.55")
+    if training and run.gradient_checkpointing and run.use_reentrant and not detached:
         raise ConfigError(
             f"use_reentrant: each layer of {model.name} that attends to images would go backward "
             "through the whole tower, which is possible once; use false"
