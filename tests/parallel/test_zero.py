@@ -17,6 +17,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.event_list import EventList
 from whichlora.memory.gradients import Trained
 from whichlora.memory.optimizer import TEMPORARIES
+from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import training_ledger
 from whichlora.memory.weights import LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed, get_strategy, zero3
@@ -58,6 +59,11 @@ def a_rank(run: RunConfig) -> tuple[RankKind, Spread]:
     return kind, spread
 
 
+def step_and_spread(run: RunConfig) -> tuple[TrainingStep, Spread]:
+    rank, spread = a_rank(run)
+    return rank.step, spread
+
+
 @pytest.mark.parametrize(
     "record",
     RECORDS,
@@ -96,6 +102,25 @@ def test_ranks_hold_today_what_they_held(strategy: str) -> None:
 
 
 # --- partitions ---------------------------------------------------------------------------------
+
+
+def test_partitions_are_padded_to_two_elements_for_each_rank() -> None:
+    assert deepspeed.partition_elements(200, 2) == 100
+    assert deepspeed.partition_elements(7, 4) == 2
+    pieces = list(deepspeed.pieces_of_ranks((30, 100, 70), 100))
+    assert pieces == [(0, 30, 30), (0, 100, 70), (1, 100, 30), (1, 70, 70)]
+    assert deepspeed.rank_at_norm(pieces) == 1
+
+
+def test_what_stage_3_gathers_ahead_follows_the_hidden_size_unless_stated() -> None:
+    limits = zero3.gather_limits(*step_and_spread(a_run("zero3")))
+    assert limits == {
+        "max_live": 10**9,
+        "max_reuse": 10**9,
+        "prefetch": int(0.9 * MODEL.hidden_size**2),
+    }
+    few = a_run("zero3", options={"stage3_prefetch_bucket_size": 5})
+    assert zero3.gather_limits(*step_and_spread(few))["prefetch"] == 5
 
 
 def test_a_parameter_that_is_cut_is_held_whole_by_both_ranks() -> None:

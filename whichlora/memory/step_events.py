@@ -318,11 +318,7 @@ class StepEvents(TowerPlayer):
             )
             for stack in self.stacks
         ]
-        stream = stacks[-1].result
-        block = self._head_block(accumulated=accumulated, first=first)
-        head, loss_number = self._forward(block, stream)
-        if 0 in head.block.events.saved:
-            self._let_go(stream)
+        head, loss_number = self._head_forward(stacks[-1], accumulated=accumulated, first=first)
         if not self._keeps_encoder_out:
             for encoder in stacks[:-1]:
                 self._let_go(encoder.result)
@@ -360,6 +356,16 @@ class StepEvents(TowerPlayer):
         if outputs_held in ("until_loss", "until_backward"):
             self._drop_outputs()
         self.list.die(*batch)
+
+    def _head_forward(
+        self, stack: _Stack, *, accumulated: bool, first: bool
+    ) -> tuple[Instance, int]:
+        """The head on what `stack` hands on; the number of the loss."""
+        block = self._head_block(accumulated=accumulated, first=first)
+        head, loss_number = self._forward(block, stack.result)
+        if 0 in head.block.events.saved:
+            self._let_go(stack.result)
+        return head, loss_number
 
     def _before_backward(self) -> None:
         """What is made once the loss is there."""

@@ -726,21 +726,21 @@ def replicated_moments(
             before = without(changed["layer_backward"], one_device.LAYER_BACKWARD, WAITING, BUCKETS)
             changed["first_gradient_to_host"] = (*before, *leaving)
     else:
-        (whole, piece), *others = (group.at_norm for group in part.groups)
-        whole = whole + sum(other for other, _ in others)
-        changed["gradient_norm"] = (
-            *resting,
-            Entry(PARTITION_GRADIENTS, whole * part.width),
-            Entry(NORM_COPY, piece * NORM_BYTES),
-        )
-        if checks_in_fp32(step):
-            changed["overflow_check"] = (
-                *resting,
-                Entry(PARTITION_GRADIENTS, whole * part.width),
-                Entry(OVERFLOW_COPIES, piece * sum(OVERFLOW_BYTES)),
-            )
+        changed |= _norm_moments(part, resting)
         changed |= update_moments(part, resting, gradients)
     return changed
+
+
+def _norm_moments(part: Partitioned, resting: tuple[Entry, ...]) -> dict[str, tuple[Entry, ...]]:
+    """Moments when gradients are read before the update: for their norm, and for an overflow."""
+    (whole, piece), *others = (group.at_norm for group in part.groups)
+    whole = whole + sum(other for other, _ in others)
+    before = (*resting, Entry(PARTITION_GRADIENTS, whole * part.width))
+    read = {"gradient_norm": (*before, Entry(NORM_COPY, piece * NORM_BYTES))}
+    if checks_in_fp32(part.step):
+        copies = Entry(OVERFLOW_COPIES, piece * sum(OVERFLOW_BYTES))
+        read["overflow_check"] = (*before, copies)
+    return read
 
 
 def reducing(part: Partitioned, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
