@@ -1,8 +1,9 @@
 """Compare FSDP's formulas with published readings of several A100s, and print the table.
 
-`published/several_gpus/fms_fsdp.csv` holds the torch counters of foundation-model-stack's
-fms-acceleration (`scripts/benchmarks/refs`, Apache-2.0): FSDP version 1, two and four A100s. The
-lowest errors, -50 %, are PowerLM-3b, of which one commit reads twice the bytes of another.
+`published/several_gpus/fms_fsdp.csv` holds torch's counters and the driver's (nvidia-smi, the mean
+over GPUs) of foundation-model-stack's fms-acceleration (`scripts/benchmarks/refs`, Apache-2.0):
+FSDP version 1, two and four A100s. The lowest errors, -50 %, are PowerLM-3b, of which one commit
+reads twice the bytes of another.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from statistics import median
 from published.cells import Line, Observation
 from published.sources import fms
 
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import predict
 from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.parallel import ParallelConfig
@@ -28,7 +31,11 @@ READINGS = Path(__file__).parent / "published" / "several_gpus" / "fms_fsdp.csv"
 GPU = find_gpu("a100-sxm-80gb")
 OPTIONS = (("backward_prefetch", "BACKWARD_PRE"), ("fsdp_version", "1"))
 KERNELS = "fast cross entropy"  # the loss of every configuration with foak kernels
-COUNTERS = {"peak_allocated": "peak allocated", "allocated_between_steps": "between steps"}
+COUNTERS = {
+    "peak_allocated": "peak allocated",
+    "allocated_between_steps": "between steps",
+    "device_used": "used on the device, by nvidia-smi",
+}
 
 
 def observations() -> Iterator[Observation]:
@@ -58,17 +65,26 @@ def _moments(run: RunConfig, observation: Observation) -> dict[str, int]:
 
 
 def predicted(observation: Observation) -> int:
-    """Bytes of its counter, which the Trainer resets after loading."""
+    """Bytes of its counter; those of torch the Trainer resets after loading."""
+    if observation.quantity == "device_used":
+        found = predict(observation.model, observation.run, GPU, prior_calibration(GPU))
+        return found.memory.device_used_bytes
     moments = _moments(observation.run, observation)
     if observation.quantity == "allocated_between_steps":
         return moments["between_steps"]
     return max(num_bytes for name, num_bytes in moments.items() if name != "loading")
 
 
-def errors() -> dict[tuple[str, str], list[float]]:
-    """Relative errors by method and counter; all methods together as "all"."""
+def errors(*, of_torch: bool = True) -> dict[tuple[str, str], list[float]]:
+    """Relative errors by method and counter; all methods together as "all".
+
+    Args:
+        of_torch: of torch's counters; else of the driver's.
+    """
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for observation in observations():
+        if of_torch is (observation.quantity == "device_used"):
+            continue
         error = predicted(observation) / observation.value - 1
         for method in (observation.run.method, "all"):
             found[method, COUNTERS[observation.quantity]].append(error)
@@ -78,7 +94,8 @@ def errors() -> dict[tuple[str, str], list[float]]:
 def main() -> None:
     print("| method | counter | readings | median | 90 % | lowest | highest |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for (method, counter), each in sorted(errors().items(), key=lambda item: item[0][::-1]):
+    found = errors() | errors(of_torch=False)
+    for (method, counter), each in sorted(found.items(), key=lambda item: item[0][::-1]):
         sizes = sorted(map(abs, each))
         cells = (median(sizes), sizes[int(0.9 * (len(sizes) - 1))], min(each), max(each))
         row = " | ".join(f"{100 * cell:.2f} %" for cell in cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from whichlora.memory.gradients import gradient_bytes
-from whichlora.parallel import ddp
+from whichlora.parallel import ddp, ddp_events
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import predict
 from whichlora.predict.quantities import training_step
@@ -15,6 +15,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.units import MiB
 
 GPU = find_gpu("a100-sxm-80gb")
 MODEL = load_model("meta-llama/Llama-3.2-1B")
@@ -67,3 +68,17 @@ def test_each_rank_sends_its_gradients_twice_but_for_its_own_share() -> None:
     assert several is not None
     assert several.communication.num_bytes == 2 * MODEL.num_params * 2 * 3 // 4
     assert several.global_batch_size == 4
+
+
+def test_the_reducer_groups_gradients_by_the_bytes_of_a_bucket() -> None:
+    sizes = [MiB // 2, MiB, 10 * MiB, 10 * MiB, 10 * MiB, 40 * MiB, MiB]
+    grouped = list(ddp_events.grouped(sizes))
+    assert [sum(bucket) / MiB for bucket in grouped] == [1.5, 30, 40, 1]
+
+
+def test_what_weights_are_sent_in_stays_idle_in_small_runs() -> None:
+    # two copies of 250 MiB, which no tensor of a short row fills
+    idle = predicted("lora", 4).memory.breakdown["allocator"]
+    assert idle > alone("lora").memory.breakdown["allocator"]
+    viewed = predicted("lora", 4, gradient_as_bucket_view=True).memory.breakdown["allocator"]
+    assert viewed != idle  # of which no requests are written

@@ -66,8 +66,9 @@ class EventList:
 
     Attributes:
         plays: large requests of every chunk that has any, and the number of its first tensor.
+        aside: those of another stream, whose blocks lie in segments of their own.
         peak_bytes, large_peak_bytes, small_peak_bytes: the most bytes alive at once, of all
-            tensors, of large ones, of small ones.
+            tensors, of large ones in `plays`, of small ones.
         workspace_bytes: of workspaces, which are born and stay.
         skips_steps: decoding steps are left out.
         num_early: of `plays`, after which most runs reserve nothing more; None where no such is
@@ -76,18 +77,21 @@ class EventList:
 
     def __init__(self) -> None:
         self.plays: list[tuple[Requests, int]] = []
+        self.aside: list[tuple[Requests, int]] = []
         self.peak_bytes = self.large_peak_bytes = self.small_peak_bytes = 0
         self.workspace_bytes = 0
         self.skips_steps = False
         self.num_early: int | None = None
-        self._live_bytes = self._small_bytes = 0
+        self._live_bytes = self._small_bytes = self._aside_bytes = 0
         self._next = 0
         self._sizes: dict[int, int] = {}
         self._single: dict[int, Chunk] = {}  # births and deaths of one tensor, by their bytes
 
     def __eq__(self, other: object) -> bool:
         """Whether the large requests of both are the same, in the same order."""
-        return isinstance(other, EventList) and self.plays == other.plays
+        return (
+            isinstance(other, EventList) and self.plays == other.plays and self.aside == other.aside
+        )
 
     def __hash__(self) -> int:
         return hash((len(self.plays), self.large_peak_bytes))
@@ -150,11 +154,36 @@ class EventList:
         """Add the events of `chunk`, whose tensors are numbered from `first` on."""
         if chunk.large:
             self.plays.append((chunk.large, first))
+        large = self._live_bytes - self._small_bytes - self._aside_bytes
+        if large + chunk.large_most > self.large_peak_bytes:
+            self.large_peak_bytes = large + chunk.large_most
+        self._count(chunk)
+
+    def play_aside(self, changes: Iterable[tuple[int, int]]) -> None:
+        """Add births and deaths in another stream, of tensors by their numbers."""
+        chunk = Chunk(changes)
+        if chunk.large:
+            self.aside.append((chunk.large, 0))
+        self._aside_bytes += chunk.change - chunk.small_change
+        self._count(chunk)
+
+    def let_go_aside(self, number: int, size: int) -> Callable[[], None]:
+        """The death of a tensor that another stream still reads: it is no longer counted.
+
+        Returns:
+            gives its block back, once the kernels are done.
+
+        Kind: exact. Source: torch 2.13 `CUDACachingAllocator.cpp`, `free`, `insert_events`.
+        """
+        chunk = Chunk([(number, -size)])
+        self._aside_bytes += chunk.change - chunk.small_change
+        self._count(chunk)
+        return lambda: self.aside.append((chunk.large, 0)) if chunk.large else None
+
+    def _count(self, chunk: Chunk) -> None:
         live, small = self._live_bytes, self._small_bytes
         if live + chunk.most > self.peak_bytes:
             self.peak_bytes = live + chunk.most
-        if live - small + chunk.large_most > self.large_peak_bytes:
-            self.large_peak_bytes = live - small + chunk.large_most
         if small + chunk.small_most > self.small_peak_bytes:
             self.small_peak_bytes = small + chunk.small_most
         self._live_bytes += chunk.change
@@ -185,8 +214,9 @@ class Pass:
     """A forward or a backward of one block.
 
     Args:
-        streams: tensors that other blocks hold, too.
+        streams: tensors that other blocks hold, too, and gradients that a hook reads.
         kept: tensors that die later than the block says.
+        pieces: into how many parts of as many events the rest is cut, for what comes between.
 
     Attributes:
         parts: changes of the block's own tensors in chunks, and of streams between them.
@@ -199,10 +229,16 @@ class Pass:
         *,
         streams: frozenset[int],
         kept: frozenset[int],
+        pieces: int = 1,
     ) -> None:
         self.parts: list[Chunk | tuple[int, int]] = []
         inside: list[tuple[int, int]] = []
+        events = tuple(events)
+        most = -(-len(events) // pieces)
         for tensor, form in events:
+            if len(inside) == most and pieces > 1:
+                self.parts.append(Chunk(inside))
+                inside = []
             if form is not None:
                 sizes.note(tensor, form)
             elif tensor in kept:
@@ -218,7 +254,12 @@ class Pass:
 
 
 class Block:
-    """One kind of block with the bytes of one run; `fixed` as of `Sizes`."""
+    """One kind of block with the bytes of one run; `fixed` as of `Sizes`.
+
+    Args:
+        hooks: somebody is told of each gradient that autograd accumulates (`BlockPlayer._hook`).
+        pieces: as of `Pass`.
+    """
 
     def __init__(
         self,
@@ -228,17 +269,22 @@ class Block:
         input_bytes: int,
         result_bytes: int,
         fixed: Mapping[int, int] | None = None,
+        hooks: bool = False,
+        pieces: int = 1,
     ) -> None:
         self.events = events
         self.sizes = Sizes(fixed or {}, **sizes)
         self.sizes.by_tensor |= {0: input_bytes, events.result_gradient: result_bytes}
         gradient = events.input_gradient
         ends = (0, events.result, events.result_gradient, *([] if gradient is None else [gradient]))
-        streams = frozenset((*ends, *events.in_cache))
-        self.forward = Pass(events.forward, self.sizes, streams=streams, kept=frozenset())
+        hooked = events.summed if hooks else ()
+        streams = frozenset((*ends, *events.in_cache, *hooked))
+        self.forward = Pass(
+            events.forward, self.sizes, streams=streams, kept=frozenset(), pieces=pieces
+        )
         # the death of a checkpointed block's input is that of the checkpoint's frame
         kept = events.hidden - ({0} - events.saved)
-        self.backward = Pass(events.backward, self.sizes, streams=streams, kept=kept)
+        self.backward = Pass(events.backward, self.sizes, streams=streams, kept=kept, pieces=pieces)
         self._deaths: dict[tuple[int, ...], Chunk] = {}
 
     def deaths(self, tensors: tuple[int, ...]) -> Chunk:
@@ -284,13 +330,24 @@ class BlockPlayer:
             self.list.play(part, instance.first)
             return
         tensor, change = part
-        number = instance.streams[tensor]
+        number = instance.streams.get(tensor)
+        if number is None:  # a gradient
+            number = instance.first + tensor
+            if change > 0:
+                self.list.start(number, change)
+            elif change < 0:
+                self._hook(number, -change)
+            return
         if change < 0:
             self._let_go(number)
             return
         if self._holders.get(number):  # a checkpoint repeats what is still held
             number = instance.streams[tensor] = self.list.numbers(1)
         self._start(number, change)
+
+    def _hook(self, gradient: int, size: int) -> None:
+        """What becomes of a trained parameter's `gradient` once autograd has accumulated it."""
+        self.list.die(gradient)
 
     def _kill(self, instance: Instance, tensors: Iterable[int]) -> None:
         self.list.play(instance.block.deaths(tuple(tensors)), instance.first)
@@ -423,6 +480,17 @@ def play_loading(events: EventList, model: ModelSpec, dtypes: Dtypes) -> None:
                 changes += [(number, wide), (number, -wide)]
             changes.append((number, size))
         events.play_again(Chunk(changes), len(blocks), times)
+
+
+def loaded_blocks(model: ModelSpec, dtypes: Dtypes) -> Iterator[int]:
+    """Bytes of each tensor that `play_loading` leaves, in order.
+
+    Kind: exact as far as the sizes are. Source: as of `play_loading`.
+    """
+    for parts, times in _loaded(model, dtypes):
+        sizes = [size for size, _ in parts]
+        for _ in range(times):
+            yield from sizes
 
 
 @lru_cache(maxsize=64)  # candidates share their base

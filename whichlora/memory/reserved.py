@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from whichlora.memory import generation_events, step_events
+from whichlora.memory import generation_events
 from whichlora.memory.allocator_simulator import SMALL_SEGMENT_BYTES, LargeReplay
 from whichlora.memory.event_list import EventList
 from whichlora.memory.inference import Generation
 from whichlora.memory.metal_heaps import SMALL_HEAP_BYTES, HeapReplay
 from whichlora.memory.step import TrainingStep
+from whichlora.memory.step_events import has_events, training_events
 from whichlora.spec.numeric import round_up
 from whichlora.spec.targets import adapted_linears
 
@@ -63,13 +64,28 @@ class _Replayed(NamedTuple):
         )
 
 
+OfRank: TypeAlias = tuple[Hashable, Callable[[], EventList | None]]
+"""How a run is spread over several GPUs, and what writes the requests of one."""
+
+
 class _OnAnyCard:
     """A run, equal to the same run on another card of its kind: both request the same."""
 
-    def __init__(self, run: TrainingStep | Generation) -> None:
+    def __init__(self, run: TrainingStep | Generation, of_rank: OfRank | None = None) -> None:
         self.run = run
+        spread: Hashable = None
+        self._write: Callable[[], EventList | None] | None = None
+        if of_rank is not None:
+            spread, self._write = of_rank
         names = (field.name for field in fields(run) if field.name != "gpu")
-        self._key = (type(run), run.gpu.kind, *(getattr(run, name) for name in names))
+        self._key = (type(run), run.gpu.kind, spread, *(getattr(run, name) for name in names))
+
+    def requests(self) -> EventList | None:
+        """Those of a training, where they are written."""
+        if self._write is not None:
+            return self._write()
+        assert isinstance(self.run, TrainingStep)
+        return training_events(self.run) if has_events(self.run) else None
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -111,9 +127,7 @@ _begun = lru_cache(maxsize=8)(_Begun)  # a fifth of an explanation's alternative
 
 @lru_cache(maxsize=8)
 def _training_requests(asked: _OnAnyCard) -> EventList | None:
-    step = asked.run
-    assert isinstance(step, TrainingStep)
-    return step_events.training_events(step) if step_events.has_events(step) else None
+    return asked.requests()
 
 
 def _replayed_training(asked: _OnAnyCard, *, is_early: bool) -> _Replayed | None:
@@ -126,6 +140,13 @@ def _replayed_training(asked: _OnAnyCard, *, is_early: bool) -> _Replayed | None
         expandable_segments=bool(step.run.expandable_segments),
     )
     allocated_bytes, reserved_bytes = begun.early if is_early else begun.whole
+    if requests.aside:
+        aside = _replay(
+            in_heaps=step.gpu.backend.allocator == "heaps",
+            expandable_segments=bool(step.run.expandable_segments),
+        )
+        aside.play(requests.aside)
+        reserved_bytes += aside.reserved_bytes
     return _Replayed.of(requests, allocated_bytes=allocated_bytes, reserved_bytes=reserved_bytes)
 
 
@@ -164,7 +185,9 @@ def _tolerance(run: TrainingStep | Generation) -> float:
     return _AGREES_BESIDE if shared or run.method.outer_tensors(run.model) else _AGREES
 
 
-def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> int | None:
+def replayed_idle_bytes(
+    run: TrainingStep | Generation, *, live_bytes: int, of_rank: OfRank | None = None
+) -> int | None:
     """Bytes that the allocator has beyond the peak of live tensors; None where nobody can say.
 
     Loading and two steps, or one generation, are replayed through the allocator's rules without a
@@ -175,6 +198,7 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
 
     Args:
         live_bytes: the ledger's peak without workspaces.
+        of_rank: of a run on several GPUs.
 
     Kind: exact as far as the events are. Source: torch 2.13 `CUDACachingAllocator.cpp`,
     `XPUCachingAllocator.cpp`, `MPSAllocator.mm`; the errors against replays of traced runs are in
@@ -183,7 +207,7 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     step_bytes = _SMALL_POOL_STEP.get(run.gpu.backend.allocator)
     if step_bytes is None or live_bytes > _MOST_BYTES:
         return None
-    replayed = _replay_of(_OnAnyCard(run), is_early=_IS_EARLY.get())
+    replayed = _replay_of(_OnAnyCard(run, of_rank), is_early=_IS_EARLY.get())
     if replayed is None:
         return None
     # what blocks are larger than their tensors is no idle memory

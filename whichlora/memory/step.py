@@ -1228,18 +1228,23 @@ class TrainingStep:
         """Unsplit remainders of adapters and states; `UNSPLIT_WEIGHTS` has those of the base."""
         return int(not self.method.trains_base) + optimizer.num_wide_states(self.run.optimizer)
 
+    @property
+    def lasting_remainder(self) -> Count:
+        """Those of adapters and of states that have a block for each trained tensor."""
+        return self._lasting_copies * self._trained_remainder
+
     @cached_property
     def remainders(self) -> Entry:
         """Unsplit remainders while activations and gradients of earlier micro-steps live."""
         of_activations = 0 * self.tokens + self._saved_remainder(self.passes.groups)
-        copies = self._lasting_copies + int(self.accumulates)
-        return Entry(allocator.REMAINDERS, of_activations + copies * self._trained_remainder)
+        of_gradients = int(self.accumulates) * self._trained_remainder
+        total = of_activations + self.lasting_remainder + of_gradients
+        return Entry(allocator.REMAINDERS, total)
 
     @cached_property
     def late_remainders(self) -> Entry:
         """Unsplit remainders when activations are freed and all gradients exist."""
-        copies = self._lasting_copies + 1
-        return Entry(allocator.REMAINDERS, copies * self._trained_remainder)
+        return Entry(allocator.REMAINDERS, self.lasting_remainder + self._trained_remainder)
 
     def _saved_remainder(self, groups: Iterable[Group]) -> Count:
         if allocator.splits_all(self.gpu, expandable=self.run.expandable_segments):

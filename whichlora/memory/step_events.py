@@ -8,7 +8,7 @@ the caching allocator reserves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,7 +38,7 @@ from whichlora.spec.architecture import Embedding, ModelSpec, layers_in_order, p
 from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.targets import adapted, token_table
 from whichlora.symbolic.language_head import head_events, stack_end_events
-from whichlora.symbolic.layer import layer_events, stream_bytes
+from whichlora.symbolic.layer import BlockEvents, layer_events, stream_bytes
 from whichlora.symbolic.token_embeddings import embedding_events
 
 _STEPS = 2  # the optimizer's states are there from the second on
@@ -66,7 +66,14 @@ class _Stack:
 
 
 class StepEvents(TowerPlayer):
-    """The events of loading and of `_STEPS` optimizer steps."""
+    """The events of loading and of `_STEPS` optimizer steps.
+
+    Attributes:
+        hooks_gradients, pieces: as `hooks` and `pieces` of `Block`.
+    """
+
+    hooks_gradients = False
+    pieces = 1
 
     def __init__(self, step: TrainingStep) -> None:
         super().__init__(step)
@@ -185,6 +192,25 @@ class StepEvents(TowerPlayer):
         width = stream_bytes(layer, step.dtypes, after_norm=step.model.starts_in_layer_norm)
         return rounded(width * step.model.hidden_size * step.tokens)
 
+    def _block(
+        self,
+        step: TrainingStep,
+        events: BlockEvents,
+        *,
+        input_bytes: int,
+        result_bytes: int,
+        fixed: Mapping[int, int] | None = None,
+    ) -> Block:
+        return Block(
+            events,
+            self._sized(step),
+            input_bytes=input_bytes,
+            result_bytes=result_bytes,
+            fixed=fixed,
+            hooks=self.hooks_gradients,
+            pieces=self.pieces,
+        )
+
     def _layer_block(
         self,
         step: TrainingStep,
@@ -214,7 +240,7 @@ class StepEvents(TowerPlayer):
         if first:
             fixed = self.list.workspace_after(events.num_tensors, self._workspace)
             events = asks_in_forward(events)
-        return Block(events, self._sized(step), input_bytes=size, result_bytes=size, fixed=fixed)
+        return self._block(step, events, input_bytes=size, result_bytes=size, fixed=fixed)
 
     def _blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
         """Those of the layers in order, which all micro-steps share."""
@@ -269,7 +295,7 @@ class StepEvents(TowerPlayer):
             fixed = self.list.workspace_after(events.num_tensors, self._workspace)
             logits = loss.logit_width(step.model) * step.dtypes.compute_bytes
             events = asks_in_backward(events, logits_bytes=logits)
-        return Block(events, self._sized(step), input_bytes=size, result_bytes=512, fixed=fixed)
+        return self._block(step, events, input_bytes=size, result_bytes=512, fixed=fixed)
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -292,11 +318,7 @@ class StepEvents(TowerPlayer):
             )
             for stack in self.stacks
         ]
-        stream = stacks[-1].result
-        block = self._head_block(accumulated=accumulated, first=first)
-        head, loss_number = self._forward(block, stream)
-        if 0 in head.block.events.saved:
-            self._let_go(stream)
+        head, loss_number = self._head_forward(stacks[-1], accumulated=accumulated, first=first)
         if not self._keeps_encoder_out:
             for encoder in stacks[:-1]:
                 self._let_go(encoder.result)
@@ -305,6 +327,7 @@ class StepEvents(TowerPlayer):
         for instance in _instances(stacks, seen):
             events = instance.block.events
             self._kill(instance, [copy for copy in events.copies if copy not in events.saved])
+        self._before_backward()
         gradient = self.list.numbers(1)
         self._start(gradient, 512)
         gradient = self._backward(head, gradient)
@@ -333,6 +356,19 @@ class StepEvents(TowerPlayer):
         if outputs_held in ("until_loss", "until_backward"):
             self._drop_outputs()
         self.list.die(*batch)
+
+    def _head_forward(
+        self, stack: _Stack, *, accumulated: bool, first: bool
+    ) -> tuple[Instance, int]:
+        """The head on what `stack` hands on; the number of the loss."""
+        block = self._head_block(accumulated=accumulated, first=first)
+        head, loss_number = self._forward(block, stack.result)
+        if 0 in head.block.events.saved:
+            self._let_go(stack.result)
+        return head, loss_number
+
+    def _before_backward(self) -> None:
+        """What is made once the loss is there."""
 
     def _left_by_decoder(self, number: int) -> list[int]:
         """Leaves of the graph and their gradients, once stack `number` has gone backward."""
@@ -399,7 +435,7 @@ class StepEvents(TowerPlayer):
                 accumulated=accumulated,
             )
             if events is not None:
-                block = Block(events, self._sized(step), input_bytes=size, result_bytes=size)
+                block = self._block(step, events, input_bytes=size, result_bytes=size)
                 end, result = self._forward(block, stream)
                 self._let_go(stream)
                 stream, size = result, block.sizes.by_tensor[events.result]
@@ -471,7 +507,7 @@ class StepEvents(TowerPlayer):
         block = None
         if events is not None:
             result_bytes = self._stream_bytes(step, layers_in_order(model)[0])
-            block = Block(events, self._sized(step), input_bytes=size, result_bytes=result_bytes)
+            block = self._block(step, events, input_bytes=size, result_bytes=result_bytes)
         return self._embedded(
             block, model, rows_bytes=size, keeps_rows=bool(step.leaf_embedding_bytes), look=look
         )
@@ -508,7 +544,7 @@ class StepEvents(TowerPlayer):
                     self.list.die(gradient)
                     gradient, self._waiting_gradient = self._waiting_gradient, None
             if accumulated:
-                self.list.die(gradient)
+                self._hook(gradient, rounded(size))
             else:
                 self._table_gradients.append(gradient)
 

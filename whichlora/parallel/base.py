@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
+from whichlora.memory.event_list import EventList
 from whichlora.memory.life import stored_dtypes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import weight_bytes
@@ -165,6 +166,10 @@ def _nothing_on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
     return ()
 
 
+def _requests_unknown(rank: RankKind, spread: Spread) -> EventList | None:
+    return None
+
+
 def _updates_on_device(rank: RankKind, spread: Spread) -> HostUpdate | None:
     return None
 
@@ -240,6 +245,8 @@ class Strategy:
         moments: what a rank holds at each moment, of the entries that its step would have alone.
         update_share: of the trained parameters, what one rank's optimizer updates on its GPU.
         weights_share: of the weights of a rank's step, what it holds at least between steps.
+        requests: large requests of a rank in order, from loading to the second step, of which
+            `memory.reserved` says what the allocator reserves; None where they are not written.
         messages: what one rank sends and receives in one optimizer step.
         host_update: what the processor updates in place of the GPU; None where it does not.
         on_host: what it keeps in pinned host memory, by entry.
@@ -278,6 +285,7 @@ class Strategy:
     moments: Callable[[RankKind, Moments, Spread], Moments] = _holds_all
     update_share: Callable[[Spread], float] = _updates_all
     weights_share: Callable[[Spread], float] = _updates_all
+    requests: Callable[[RankKind, Spread], EventList | None] = _requests_unknown
     messages: Callable[[RankKind, Spread], tuple[Message, ...]] = _no_messages
     host_update: Callable[[RankKind, Spread], HostUpdate | None] = _updates_on_device
     on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host

@@ -12,6 +12,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.event_list import EventList
 from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import (
     Message,
@@ -21,13 +22,12 @@ from whichlora.parallel.base import (
     Strategy,
     loads_on_host,
 )
+from whichlora.parallel.ddp_events import BUCKET_BYTES, bucket_requests
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, floor_div
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import RunConfig
-from whichlora.units import MiB
 
-BUCKET_BYTES = 25 * MiB  # of DDP(bucket_cap_mb); a tensor is not divided, so some are larger
 _AFTER_LAYERS = ("embedding_backward", "optimizer_step")
 BUCKETS = Fact(
     part="gradients",
@@ -75,6 +75,10 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
         name: entries if name == "loading" else (*entries, buckets)
         for name, entries in moments.items()
     }
+
+
+def _requests(rank: RankKind, spread: Spread) -> EventList | None:
+    return None if spread.options["gradient_as_bucket_view"] else bucket_requests(rank.step)
 
 
 def _as_views(step: TrainingStep, name: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -142,6 +146,7 @@ STRATEGY = Strategy(
     check=_check,
     takes_images=True,
     moments=_moments,
+    requests=_requests,
     messages=_messages,
     loading=loads_on_host,
     training_arguments=_training_arguments,

@@ -14,7 +14,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.memory import moments as one_device
 from whichlora.memory import optimizer
-from whichlora.memory.allocator import PINNED_REMAINDERS, pinned_remainder_bytes
+from whichlora.memory.allocator import PINNED_REMAINDERS, REMAINDERS, pinned_remainder_bytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
@@ -24,7 +24,7 @@ from whichlora.memory.weights import BUFFERS
 from whichlora.parallel.base import HostUpdate, Message, Moments, RankKind, Saving, Spread, in_run
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import threads_of, update_note
-from whichlora.spec.numeric import Count, ceil_div, largest, smallest
+from whichlora.spec.numeric import Count, any_of, ceil_div, largest, smallest
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import AnyOptimizer, RunConfig, autocast_precision
 
@@ -47,6 +47,8 @@ OFFLOAD_OPTIMIZER = Option(
 OFFLOAD_BOTH = replace(OFFLOAD_OPTIMIZER, choices=("optimizer", "params"))
 MASTER_BYTES = 4  # the optimizer's copy of a parameter, its gradient and states
 NORM_BYTES = 8  # `get_norm_dtype` is fp64
+# Of an element in `_has_inf_or_nan`: `float`, `isnan`, `isinf`, `logical_or`, and `float` of that.
+OVERFLOW_BYTES = (4, 1, 1, 1, 4)
 FORWARD = (*one_device.LAYER_FORWARDS, "loss_forward")
 BEFORE_GRADIENTS = (*FORWARD, "loss_backward")
 OFFLOADED: tuple[AnyOptimizer, ...] = ("adamw_torch", "adamw_torch_fused")
@@ -125,32 +127,65 @@ class Shares:
     at_norm: tuple[Count, Count]
 
 
+def partition_elements(total: Count, ranks: int) -> Count:
+    """Elements of a flat group of `total` that each rank has, padding included.
+
+    Kind: exact. Source: deepspeed 0.19.8 `flatten_dense_tensors_aligned`: `nccl_start_alignment_
+    factor` of 2 for each rank.
+    """
+    return ceil_div(total, 2 * ranks) * 2
+
+
+def pieces_of_ranks(sizes: Iterable[int], partition: int) -> Iterator[tuple[int, int, int]]:
+    """Rank, elements of a parameter, and those of them in the rank's partition, in flat order.
+
+    Kind: exact. Source: deepspeed 0.19.8 `get_partition_info`.
+    """
+    start = 0
+    for size in sizes:
+        end = start + size
+        for rank in range(start // partition, -(-end // partition)):
+            yield rank, size, min(end, (rank + 1) * partition) - max(start, rank * partition)
+        start = end
+
+
 @lru_cache(maxsize=256)
 def flat_shares(sizes: tuple[int, ...], ranks: int) -> Shares:
     """The division of one flat group, whose parameters have `sizes` elements in this order.
 
     Kind: exact. Source: deepspeed 0.19.8 `flatten_dense_tensors_aligned`, `get_partition_info`.
     """
-    total = sum(sizes)
-    alignment = 2 * ranks  # `nccl_start_alignment_factor`
-    partition = ceil_div(total, alignment) * alignment // ranks
-    start = 0
-    wholes: dict[int, int] = {}
-    pieces: dict[int, int] = {}
-    for size in sizes:
-        end = start + size
-        for rank in range(start // partition, ceil_div(end, partition)):
-            overlap = min(end, (rank + 1) * partition) - max(start, rank * partition)
-            wholes[rank] = wholes.get(rank, 0) + size
-            pieces[rank] = max(pieces.get(rank, 0), overlap)
-        start = end
-    needs_most = max(wholes, key=lambda rank: 2 * wholes[rank] + NORM_BYTES * pieces[rank])
+    partition = partition_elements(sum(sizes), ranks)
+    by_rank = _whole_and_largest(pieces_of_ranks(sizes, partition))
     return Shares(
         partition,
-        whole=max(wholes.values()),
-        piece=max(pieces.values()),
-        at_norm=(wholes[needs_most], pieces[needs_most]),
+        whole=max(whole for whole, _ in by_rank.values()),
+        piece=max(piece for _, piece in by_rank.values()),
+        at_norm=max(by_rank.values(), key=_at_norm),
     )
+
+
+def _whole_and_largest(pieces: Iterable[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
+    """Elements of the parameters that a rank's partition touches, and the largest part in it."""
+    found: dict[int, tuple[int, int]] = {}
+    for rank, size, overlap in pieces:
+        whole, piece = found.get(rank, (0, 0))
+        found[rank] = whole + size, max(piece, overlap)
+    return found
+
+
+def _at_norm(whole_and_piece: tuple[int, int]) -> int:
+    whole, piece = whole_and_piece
+    return 2 * whole + NORM_BYTES * piece
+
+
+def rank_at_norm(pieces: Iterable[tuple[int, int, int]]) -> int:
+    """The rank that needs most while it computes the norm; args as `pieces_of_ranks` yields.
+
+    Kind: exact. Source: as of `Shares.at_norm`.
+    """
+    by_rank = _whole_and_largest(pieces)
+    return max(by_rank, key=lambda rank: _at_norm(by_rank[rank]))
 
 
 def estimated_shares(tensors: Sequence[Trained], ranks: int) -> Shares:
@@ -159,7 +194,7 @@ def estimated_shares(tensors: Sequence[Trained], ranks: int) -> Shares:
     Kind: upper bound of `whole`, by less than the largest adapter matrix. Source: `flat_shares`.
     """
     total: Count = sum(tensor.num_params * tensor.count for tensor in tensors)
-    partition = ceil_div(total, 2 * ranks) * 2
+    partition = partition_elements(total, ranks)
     biggest = largest(*(tensor.num_params for tensor in tensors))
     whole, piece = smallest(total, partition + biggest), smallest(partition, biggest)
     return Shares(partition, whole, piece, at_norm=(whole, piece))
@@ -260,11 +295,21 @@ class Partitioned:
         `_single_tensor_adam` holds the root and the quotient of one tensor at once.
         """
         biggest = largest(*(tensor.num_params for tensor in self.updated)) * MASTER_BYTES
-        name, kind = self.step.run.optimizer, self.step.gpu.kind
-        if kind == "cpu" and name == "adamw_torch":
+        if self._updates_one_by_one:
             return 2 * biggest
-        foreach = self.step.has_foreach
+        name, foreach = self.step.run.optimizer, self.step.has_foreach
         return optimizer.step_temporary_bytes(self.updated, optimizer=name, foreach=foreach)
+
+    @property
+    def _updates_one_by_one(self) -> bool:
+        return self.step.gpu.kind == "cpu" and self.step.run.optimizer == "adamw_torch"
+
+    def temporary_blocks(self, master: Trained) -> Iterable[list[int]]:
+        """The same of one flat vector in order, those that are alive together in one list."""
+        if self._updates_one_by_one:
+            return [[int(master.num_params) * MASTER_BYTES] * 2]
+        name, foreach = self.step.run.optimizer, self.step.has_foreach
+        return optimizer.temporary_blocks([master], optimizer=name, foreach=foreach)
 
     @property
     def bucket_bytes(self) -> Count:
@@ -295,6 +340,28 @@ class Partitioned:
             0,
         )
         return in_layers * self.width
+
+    @property
+    def buckets_take_layers(self) -> bool:
+        """Whether a bucket takes each gradient of a layer as it comes, and frees it.
+
+        Kind: exact; in stage 1 only where there is one micro-step, and gradients are reduced as
+        they come. Source: deepspeed 0.19.8 `reduce_independent_p_g_buckets_and_remove_grads`.
+        """
+        limit = bucket_elements(self.step, self.spread)
+        in_layers = (tensor.num_params for tensor in self.step.tensors if tensor.count > 1)
+        return not self.step.accumulates and not any(any_of(size > limit) for size in in_layers)
+
+    @property
+    def waiting_head(self) -> Count:
+        """Bytes of a head's gradient that no bucket takes: in stage 1 it stays to the epilogue.
+
+        Kind: upper bound: a copy replaces it on the rank whose partition has it. Source: deepspeed
+        0.19.8 `reduce_ipg_grads`, `_clear_param_grad_only`.
+        """
+        limit = bucket_elements(self.step, self.spread)
+        alone = (t.num_params for t in self.step.tensors if t.count == 1 and not t.is_embedding)
+        return sum(size * (size > limit) for size in alone) * self.width
 
     @property
     def overlapped_bytes(self) -> Count:
@@ -393,6 +460,14 @@ NORM_COPY = Fact(
     why="the norm of the gradients is computed in fp64",
     source="deepspeed 0.19.8 get_grad_norm_direct, get_norm_dtype",
 )
+OVERFLOW_COPIES = Fact(
+    part="temporary",
+    what="fp32 copies and masks of a gradient",
+    shape="[largest part of a parameter in the partition]",
+    dtype="float32, float32, bool, bool, bool",
+    why="fp16 gradients are searched for an overflow; offloaded ones always",
+    source="deepspeed 0.14.5 _has_inf_or_nan",
+)
 HOST_MASTER = replace(MASTER, what="fp32 partition of the parameters, and its gradient")
 HOST_STATES = replace(optimizer.STATES, source="deepspeed 0.19.8 DeepSpeedCPUAdam")
 HOST_BUFFER = Fact(
@@ -421,10 +496,27 @@ DEVICE_BUFFER = Fact(
 )
 
 
+def checks_in_fp32(step: TrainingStep) -> bool:
+    """Whether gradients of a partition are searched for an overflow in fp32 copies.
+
+    Kind: exact; 0.19.5 does so in bf16, too. Source: deepspeed 0.14.5 `step`, `check_overflow`.
+    """
+    half = autocast_precision(step.run.precision)
+    return half == "fp16" and step.dtypes.libraries.widens_overflow_check
+
+
 def with_partitioned_states(entries: Iterable[Entry], part: Partitioned) -> Iterator[Entry]:
-    """`entries` with the states and the fp32 partition of one rank in place of all states."""
+    """`entries` with the states and the fp32 partition of one rank in place of all states.
+
+    What is trained lies in flat blocks, which leave no remainders.
+    """
     on_device = not offloads(part.spread, "optimizer")
     for entry in entries:
+        if entry.fact is REMAINDERS:
+            yield replace(entry, num_bytes=entry.num_bytes - part.step.lasting_remainder)
+            continue
+        if entry.fact is UNSPLIT_WEIGHTS and part.step.method.trains_base:
+            continue
         if entry.fact is not optimizer.STATES:
             yield entry
             continue
@@ -578,7 +670,8 @@ def replicated_moments(
     earlier = Entry(PARTITION_GRADIENTS, held * step.accumulates)
     later = Entry(PARTITION_GRADIENTS, held * (1 + step.accumulates))
     changed: dict[str, tuple[Entry, ...]] = {}
-    source = as_accumulated(step) if partitions_gradients else moments
+    buckets_take = bool(spread.options["overlap_comm"]) and part.buckets_take_layers
+    source = as_accumulated(step) if partitions_gradients or buckets_take else moments
     written = {name: entries for name, entries in moments.items() if name.startswith(ROLLOUT)}
     early = (*BEFORE_GRADIENTS, *written)
     for name, entries in (*source.items(), *written.items()):
@@ -594,9 +687,12 @@ def replicated_moments(
             has_buckets = step.accumulates or name not in early
             changed[name] = (*entries, buckets) if has_buckets else entries
             if spread.options["overlap_comm"] and name not in (*early, "head_backward"):
-                is_early = name == "layer_backward"
+                is_early = name == "layer_backward" or buckets_take
                 copied = held if is_early else part.overlapped_bytes
                 changed[name] = (*changed[name], Entry(PARTITION_GRADIENTS, copied))
+            if buckets_take:
+                left = Entry(one_device.ALL_GRADIENTS, part.waiting_head * (name not in early))
+                changed[name] = (*without(changed[name], *GRADIENTS), left)
         elif name in early:
             changed[name] = (*without(entries, *GRADIENTS), earlier)
         elif name == "head_backward":
@@ -613,13 +709,15 @@ def replicated_moments(
         all_gradients = Entry(one_device.ALL_GRADIENTS, step.all_gradients)
         changed["gradients_reduced"] = (
             *resting,
-            all_gradients,
+            Entry(one_device.ALL_GRADIENTS, part.waiting_head) if buckets_take else all_gradients,
             buckets,
             Entry(PARTITION_GRADIENTS, held),
         )
     gradients = Entry(PARTITION_GRADIENTS, held)
     if offloads(spread, "optimizer"):
         norm = Entry(NORM_COPY, part.piece * NORM_BYTES)
+        if step.dtypes.libraries.widens_overflow_check:  # of the whole gradient
+            norm = Entry(OVERFLOW_COPIES, part.largest_trained * sum(OVERFLOW_BYTES))
         # `set_norm_for_param_grad_in_gpu` of each gradient, on its way to the host
         copied = part.largest_trained * part.width if partitions_gradients else step.all_gradients
         leaving = (Entry(WAITING, copied), buckets, norm)
@@ -628,15 +726,21 @@ def replicated_moments(
             before = without(changed["layer_backward"], one_device.LAYER_BACKWARD, WAITING, BUCKETS)
             changed["first_gradient_to_host"] = (*before, *leaving)
     else:
-        (whole, piece), *others = (group.at_norm for group in part.groups)
-        whole = whole + sum(other for other, _ in others)
-        changed["gradient_norm"] = (
-            *resting,
-            Entry(PARTITION_GRADIENTS, whole * part.width),
-            Entry(NORM_COPY, piece * NORM_BYTES),
-        )
+        changed |= _norm_moments(part, resting)
         changed |= update_moments(part, resting, gradients)
     return changed
+
+
+def _norm_moments(part: Partitioned, resting: tuple[Entry, ...]) -> dict[str, tuple[Entry, ...]]:
+    """Moments when gradients are read before the update: for their norm, and for an overflow."""
+    (whole, piece), *others = (group.at_norm for group in part.groups)
+    whole = whole + sum(other for other, _ in others)
+    before = (*resting, Entry(PARTITION_GRADIENTS, whole * part.width))
+    read = {"gradient_norm": (*before, Entry(NORM_COPY, piece * NORM_BYTES))}
+    if checks_in_fp32(part.step):
+        copies = Entry(OVERFLOW_COPIES, piece * sum(OVERFLOW_BYTES))
+        read["overflow_check"] = (*before, copies)
+    return read
 
 
 def reducing(part: Partitioned, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -648,7 +752,7 @@ def reducing(part: Partitioned, entries: tuple[Entry, ...]) -> tuple[Entry, ...]
 def resting_entries(part: Partitioned, moments: Moments) -> tuple[Entry, ...]:
     """What lives during the update beside gradients and temporaries, and between steps."""
     entries = with_partitioned_states(moments["optimizer_step"], part)
-    dropped = (*GRADIENTS, optimizer.TEMPORARIES)
+    dropped = (*GRADIENTS, optimizer.TEMPORARIES, REMAINDERS)
     return (*without(entries, *dropped), *_device_buffer(part))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
+from whichlora.memory.event_list import EventList
 from whichlora.memory.optimizer import Update, state_bytes, update_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import weight_bytes
@@ -91,6 +92,12 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     if not _loads_on_gpu(rank.at_rest.run, spread):  # it moves less at once than a step gathers
         moments = {name: moments[name] for name in moments if name != "loading"}
     return rank_of(sharding).moments(moments)
+
+
+def _requests(rank: RankKind, spread: Spread) -> EventList | None:
+    if spread.options["fsdp_version"] != "1":
+        return None
+    return Rank1(_sharding(rank, spread)).requests()
 
 
 def _loads_on_gpu(run: RunConfig, spread: Spread) -> bool:
@@ -608,6 +615,7 @@ STRATEGY = Strategy(
     check=_check,
     split=_split,
     moments=_moments,
+    requests=_requests,
     update_share=_device_share,
     weights_share=_device_share,
     messages=_messages,

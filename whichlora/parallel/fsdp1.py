@@ -13,19 +13,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whichlora.memory.entries import Entry, Fact, listed
+from whichlora.memory.event_list import EventList
 from whichlora.memory.gradients import ADAPTERS
 from whichlora.memory.held import held_outputs
 from whichlora.memory.layer_bytes import WEIGHT_COPIES
 from whichlora.memory.moments import AUTOCAST_COPIES, LAYER_FORWARDS, LOGITS_GRADIENT
+from whichlora.memory.weights import weight_bytes
 from whichlora.memory.worst_layer import has_one_order
 from whichlora.parallel.base import Moments
 from whichlora.parallel.fsdp_rank import GRADIENT_SHARDS, REPLACED, Rank
 from whichlora.parallel.fsdp_units import Unit
+from whichlora.parallel.unit_events import UnitBytes, UnitEvents, unit_requests
 from whichlora.spec.numeric import Count
 from whichlora.spec.targets import adapted
 from whichlora.symbolic.autograd import Tape
 from whichlora.symbolic.linear_form import most, per_token
 from whichlora.symbolic.operators import OpEmitter
+from whichlora.units import MiB
 
 JOINED = Fact(
     part="gradients",
@@ -101,6 +105,45 @@ class Rank1(Rank):
         `prepare_gradient_for_optim`.
         """
         return self._made(*units)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def requests(self) -> EventList | None:
+        """As of `Strategy.requests`; none where blocks stay gathered, or gradients whole."""
+        sharding = self.sharding
+        step = sharding.units.step
+        if sharding.offloads or not sharding.reshards or step.accumulates:
+            return None
+        return unit_requests(step, self._events)
+
+    def _events(self) -> UnitEvents:
+        units, size = self.sharding.units, self.sharding.size
+        return UnitEvents(
+            units.step,
+            [self._unit_bytes(units.blocks[kind]) for kind in self._order],
+            self._unit_bytes(units.outside),
+            whole=(
+                *[MiB] * (units.unsharded // MiB),
+                weight_bytes(units.rest.model, units.rest.dtypes)["buffers"],
+            ),
+            trained=units.trained_shards(size),
+            prefetches=self.sharding.prefetches,
+            keeps_leaves=self._keeps_leaves,
+        )
+
+    def _unit_bytes(self, unit: Unit) -> UnitBytes:
+        size, trains_base = self._size, self.sharding.units.step.method.trains_base
+        return UnitBytes(
+            parameters=tuple(
+                int(p.rows * p.width * p.rest_bytes)
+                for p in unit.parameters
+                for _ in range(p.count)
+            ),
+            shard=int(sum(p.shard(size) * p.rest_bytes for p in unit.parameters)),
+            gathered=int(self._gathered(unit)),
+            gradients=int(unit.gradients) * trains_base,
+            gradient_shard=int(unit.gradient_shard(size)),
+        )
 
     # --- moments --------------------------------------------------------------------------------
 

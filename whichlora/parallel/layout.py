@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
+from whichlora.memory.event_list import EventList
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, training_ledger
 from whichlora.memory.weights import weight_bytes
@@ -157,6 +158,13 @@ class Layout:
         }
         idle_bytes = largest(*(counted.idle_bytes for counted in ledgers.values()))
         return replace(ledgers[kinds[0].name], moments=moments, idle_bytes=idle_bytes)
+
+    def requests(self, kind: RankKind) -> EventList | None:
+        """As of `Strategy.requests`; None where several strategies are combined."""
+        if len(self.strategies) > 1:
+            return None
+        ((strategy, spread),) = self.strategies
+        return strategy.requests(kind, spread)
 
     def messages(self, kind: RankKind) -> tuple[Message, ...]:
         """What one rank of `kind` takes part in, in one optimizer step."""

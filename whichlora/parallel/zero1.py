@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from whichlora.memory.event_list import EventList
 from whichlora.parallel import deepspeed
 from whichlora.parallel.base import (
     Message,
@@ -16,12 +17,18 @@ from whichlora.parallel.base import (
     Strategy,
     loads_on_host,
 )
+from whichlora.parallel.flat_events import flat_requests
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 
 
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     part = deepspeed.Partitioned(rank.step, spread)
     return deepspeed.replicated_moments(part, moments, partitions_gradients=False)
+
+
+def _requests(rank: RankKind, spread: Spread) -> EventList | None:
+    part = deepspeed.Partitioned(rank.step, spread)
+    return flat_requests(part, partitions_gradients=False)
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
@@ -57,6 +64,7 @@ STRATEGY = Strategy(
     runs_alone=True,
     split=deepspeed.narrowed,
     moments=_moments,
+    requests=_requests,
     update_share=deepspeed.update_share,
     messages=_messages,
     host_update=deepspeed.flat_host_update,

@@ -8,13 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from whichlora.memory.event_list import EventList
 from whichlora.parallel import deepspeed, zero1
 from whichlora.parallel.base import Message, Moments, RankKind, Spread
+from whichlora.parallel.flat_events import flat_requests
 
 
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     part = deepspeed.Partitioned(rank.step, spread)
     return deepspeed.replicated_moments(part, moments, partitions_gradients=True)
+
+
+def _requests(rank: RankKind, spread: Spread) -> EventList | None:
+    part = deepspeed.Partitioned(rank.step, spread)
+    return flat_requests(part, partitions_gradients=True)
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
@@ -40,6 +47,7 @@ STRATEGY = replace(
     name="zero2",
     summary="DeepSpeed: optimizer states and gradients divided",
     moments=_moments,
+    requests=_requests,
     messages=_messages,
     training_arguments=partial(deepspeed.training_arguments, stage=2),
     read_accelerator=partial(deepspeed.read_accelerator, stage=2, options=zero1.STRATEGY.options),

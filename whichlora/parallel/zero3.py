@@ -18,8 +18,9 @@ from operator import itemgetter
 
 from whichlora.errors import ConfigError
 from whichlora.memory import optimizer
-from whichlora.memory.allocator import PINNED_REMAINDERS, pinned_remainder_bytes
+from whichlora.memory.allocator import PINNED_REMAINDERS, REMAINDERS, pinned_remainder_bytes
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.event_list import EventList
 from whichlora.memory.gradients import Trained, base_tensors
 from whichlora.memory.images import TowerStep
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
@@ -30,7 +31,12 @@ from whichlora.memory.moments import (
     LOGITS_GRADIENT,
 )
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
+from whichlora.memory.weights import (
+    BUFFERS,
+    LAYER_WEIGHTS,
+    quantised_state_bytes,
+    weight_bytes,
+)
 from whichlora.parallel import deepspeed
 from whichlora.parallel.base import (
     HostUpdate,
@@ -43,6 +49,12 @@ from whichlora.parallel.base import (
     in_run,
 )
 from whichlora.parallel.deepspeed import Partitioned, Shares
+from whichlora.parallel.gather_events import (
+    GatherEvents,
+    Gathering,
+    HeldShares,
+    gather_requests,
+)
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.spec.dtypes import is_quantised
@@ -139,6 +151,7 @@ FIRST_PARTITIONS = Fact(
 )
 
 SMALL, CONTAINER = -1, -2  # keys of modules that have no parameter to gather
+Module = tuple[int, int, int]  # layer, key and elements, as of `live_parameters`
 
 # --- which parameters are gathered when ---------------------------------------------------------
 
@@ -180,7 +193,7 @@ class Seen:
 
 @lru_cache(maxsize=256)
 def live_parameters(
-    modules: tuple[tuple[int, int, int], ...],
+    modules: tuple[Module, ...],
     *,
     checkpointed: bool,
     reads_table_again: bool,
@@ -202,44 +215,74 @@ def live_parameters(
         kinds: number of the kind by key, of keys that are to be counted.
         seen: the first layers are those of a tower; None: none of them.
 
-    Kind: exact in the order of the given modules. Source: deepspeed 0.19.8
-    `PartitionedParameterCoordinator`: `fetch_sub_module`, `__params_to_release`.
+    Kind: exact in the order of the given modules. Source: `gathers`.
     """
     forward = list(modules)
     seen = seen or Seen()
+    trace = trace_of(
+        modules, checkpointed=checkpointed, reads_table_again=reads_table_again, seen=seen
+    )
+    gathered = _Gathered(dict(widths), dict(kinds))
+    by_step: list[_Held] = []
+    for added, released in gathers(trace, max_live, max_reuse, prefetch):
+        for key, size in added:
+            gathered.add(key, size)
+        by_step.append(gathered.held)
+        if released is not None:
+            gathered.release(released)
+    width_of = dict(widths)
+    sizes = {key: size * width_of.get(key, 1) for _, key, size in forward if key >= 0}
+    return _peaks(trace, by_step, len(forward), sum(sizes.values()), seen.layers)
+
+
+def trace_of(
+    modules: Sequence[Module], *, checkpointed: bool, reads_table_again: bool, seen: Seen
+) -> list[Module]:
+    """Modules in the order of a micro-step: the forward, then the backward."""
+    forward = list(modules)
     once = 0 if seen.checkpointed else seen.layers
     backward = _backward_order(forward, checkpointed=checkpointed, once=once)
     if not reads_table_again:
         backward = [step for step in backward if step[0] >= 0]
     if not seen.goes_backward:
         backward = [step for step in backward if not 0 <= step[0] < seen.layers]
-    trace = forward + backward
+    return forward + backward
+
+
+def gathers(
+    trace: Sequence[Module], max_live: int, max_reuse: int, prefetch: int
+) -> Iterator[tuple[list[tuple[int, int]], int | None]]:
+    """What each module of `trace` gathers: keys and elements, its own first; the key it releases.
+
+    Kind: exact in this order, but for the first micro-step, which gathers nothing ahead. Source:
+    deepspeed 0.19.8 `PartitionedParameterCoordinator`: `fetch_sub_module`, `__params_to_release`.
+    """
     starts = [0, *accumulate(size for _, _, size in trace)]
     following = _next_uses(trace)
-    gathered = _Gathered(dict(widths), dict(kinds))
-    ahead = 0
-    by_step: list[_Held] = []
+    held: dict[int, int] = {}
+    elements = ahead = 0
     for index, (_, key, size) in enumerate(trace):
-        if key >= 0:
-            gathered.add(key, size)
+        added: list[tuple[int, int]] = []
+        if key >= 0 and key not in held:
+            added.append((key, size))
+            held[key] = size
+            elements += size
         ahead = max(ahead, index + 1)
-        most = gathered.elements + min(max_live - gathered.elements, prefetch)
-        while ahead < len(trace) and gathered.elements < most:
+        most = elements + min(max_live - elements, prefetch)
+        while ahead < len(trace) and elements < most:
             _, next_key, next_size = trace[ahead]
-            if next_key >= 0:
-                gathered.add(next_key, next_size)
+            if next_key >= 0 and next_key not in held:
+                added.append((next_key, next_size))
+                held[next_key] = next_size
+                elements += next_size
             ahead += 1
-        by_step.append(gathered.held)
-        if key < 0:
-            continue
         again = following[index]
         skipped = again is not None and again < ahead
         near = again is not None and starts[again] - starts[index + 1] < max_reuse
-        if not (skipped or near):
-            gathered.release(key)
-    width_of = dict(widths)
-    sizes = {key: size * width_of.get(key, 1) for _, key, size in forward if key >= 0}
-    return _peaks(trace, by_step, len(forward), sum(sizes.values()), seen.layers)
+        stays = key < 0 or skipped or near
+        yield added, None if stays else key
+        if not stays:
+            elements -= held.pop(key)
 
 
 _Held = tuple[int, tuple[int, ...]]  # bytes, or elements; how many matrices of each kind
@@ -479,24 +522,38 @@ def persistence_threshold(step: TrainingStep, spread: Spread) -> int:
 
 def live_of(step: TrainingStep, spread: Spread) -> Live:
     """Source: `live_parameters`, with what the Trainer fills in."""
-    hidden = step.model.hidden_size
-    threshold = persistence_threshold(step, spread)
-    modules = tuple(
-        module if module[2] > threshold or module[1] == CONTAINER else (module[0], SMALL, 0)
-        for module in gathered_modules(step)
-    )
-    options = spread.options
     return live_parameters(
-        modules,
+        large_modules(step, spread),
         checkpointed=bool(step.run.gradient_checkpointing),
         reads_table_again=step.needs_grad,
-        max_live=int(options["stage3_max_live_parameters"]),  # type: ignore[arg-type]
-        max_reuse=int(options["stage3_max_reuse_distance"]),  # type: ignore[arg-type]
-        prefetch=_option(step, spread, "stage3_prefetch_bucket_size", int(0.9 * hidden**2)),
         widths=element_widths(step),
         kinds=adapted_keys(step),
         seen=seen_of(step),
+        **gather_limits(step, spread),
     )
+
+
+def large_modules(step: TrainingStep, spread: Spread) -> tuple[Module, ...]:
+    """`gathered_modules`, of which those with small parameters gather nothing."""
+    threshold = persistence_threshold(step, spread)
+    return tuple(
+        module if module[2] > threshold or module[1] == CONTAINER else (module[0], SMALL, 0)
+        for module in gathered_modules(step)
+    )
+
+
+def gather_limits(step: TrainingStep, spread: Spread) -> dict[str, int]:
+    """The limits of `gathers` by name, in elements.
+
+    Kind: exact. Source: transformers 5.23 `trainer_config_finalize`: "auto" gathers ahead 0.9 times
+    the square of the hidden size.
+    """
+    hidden, options = step.model.hidden_size, spread.options
+    return {
+        "max_live": int(options["stage3_max_live_parameters"]),  # type: ignore[arg-type]
+        "max_reuse": int(options["stage3_max_reuse_distance"]),  # type: ignore[arg-type]
+        "prefetch": _option(step, spread, "stage3_prefetch_bucket_size", int(0.9 * hidden**2)),
+    }
 
 
 # --- what a rank computes -----------------------------------------------------------------------
@@ -721,6 +778,7 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
             _divided(moments["optimizer_step"], part),
             *GRADIENTS,
             optimizer.TEMPORARIES,
+            REMAINDERS,
         ),
         *_lasting(part),
     )
@@ -728,6 +786,78 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     changed["gradient_norm"] = (*resting, norm)
     none = Entry(deepspeed.PARTITION_GRADIENTS, 0 * part.elements)
     return changed | deepspeed.update_moments(part, resting, none)
+
+
+def _requests(rank: RankKind, spread: Spread) -> EventList | None:
+    return gather_requests(rank.step, partial(gather_events, rank.step, spread))
+
+
+def gather_events(step: TrainingStep, spread: Spread) -> GatherEvents:
+    """What writes the requests of one rank."""
+    part = partitioned(step, spread)
+    modules = large_modules(step, spread)
+    trace = trace_of(
+        modules,
+        checkpointed=bool(step.run.gradient_checkpointing),
+        reads_table_again=step.needs_grad,
+        seen=seen_of(step),
+    )
+    steps = zip(trace, gathers(trace, **gather_limits(step, spread)), strict=True)
+    gatherings = [
+        Gathering(
+            layer=layer,
+            is_forward=place < len(modules),
+            key=key,
+            added=tuple(each for each, _ in added),
+            released=released,
+        )
+        for place, ((layer, key, _), (added, released)) in enumerate(steps)
+    ]
+    widths = _gathered_bytes(step, spread, modules)
+    return GatherEvents(part, _shares(step, spread, part), gatherings, widths)
+
+
+def _gathered_bytes(
+    step: TrainingStep, spread: Spread, modules: Iterable[Module]
+) -> dict[int, list[int]]:
+    """Bytes that each key gathers: its own parameter, then the adapters of its matrix."""
+    threshold = persistence_threshold(step, spread)
+    width, kinds = dict(element_widths(step)), dict(adapted_keys(step))
+    adapted, of_kind = _adapted_kinds(step), {}
+    for kind, linear in enumerate(adapted):
+        shapes = step.method.adapter_shapes(linear, step.r)
+        sizes = [int(rows * columns) for rows, columns in shapes] * linear.count
+        of_kind[kind] = [size * step.dtypes.adapter_bytes for size in sizes if size > threshold]
+    return {
+        key: [size * width.get(key, step.dtypes.base_bytes), *of_kind.get(kinds.get(key, -1), ())]
+        for _, key, size in modules
+        if key >= 0
+    }
+
+
+def _shares(step: TrainingStep, spread: Spread, part: Partitioned) -> HeldShares:
+    """What one rank holds between steps."""
+    ranks, trains_base = spread.size, step.method.trains_base
+    on_device = not deepspeed.offloads(spread, "params")
+    width = dict(element_widths(step))
+    sizes = {key: size for _, key, size in gathered_modules(step) if size}
+    frozen = [
+        ceil_div(size * width.get(key, step.dtypes.base_bytes), ranks) * on_device
+        for key, size in sizes.items()
+        if not trains_base
+    ]
+    trained = [size for group in deepspeed.parameter_order(step) for size in group]
+    scales = quantised_state_bytes(step.model, step.dtypes, codes=False)
+    return HeldShares(
+        frozen=tuple(frozen),
+        flat=int(part.elements * step.param_bytes) * (on_device or not trains_base),
+        small=int(small_parameter_bytes(step, spread)),
+        buffers=weight_bytes(step.model, step.dtypes)["buffers"] + scales,
+        groups=tuple(int(size) for size in sub_groups(step, spread, part)),
+        sizes=tuple(ceil_div(size, ranks) for size in trained)
+        if trains_base
+        else (int(part.piece),),
+    )
 
 
 # --- what the ranks send, and the host keeps ----------------------------------------------------
@@ -962,6 +1092,7 @@ STRATEGY = Strategy(
     check=_check,
     split=_split,
     moments=_moments,
+    requests=_requests,
     update_share=deepspeed.update_share,
     weights_share=_weights_share,
     messages=_messages,

@@ -15,6 +15,7 @@ from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, trained_params, training_ledger
 from whichlora.parallel.base import RankKind
+from whichlora.parallel.layout import Layout
 from whichlora.predict.colocated import colocated_engine
 from whichlora.predict.judgement import Pass
 from whichlora.predict.parts import part_bytes
@@ -353,8 +354,10 @@ def ledger_and_idle(job: ResolvedRun, kinds: Sequence[RankKind] = ()) -> tuple[L
 
     Source: `memory.reserved`, where the events of the run are known.
     """
-    if job.layout is not None or job.has_pool:  # no events are written of what these add
+    if job.has_pool:  # no events are written of what it adds
         return ledger(job, kinds), None
+    if job.layout is not None:
+        return _of_ranks(job, job.layout, kinds)
     run: TrainingStep | Generation
     if job.run.phase == "inference":
         run = generation(job)
@@ -366,6 +369,20 @@ def ledger_and_idle(job: ResolvedRun, kinds: Sequence[RankKind] = ()) -> tuple[L
     return counted, replayed_idle_bytes(run, live_bytes=live_bytes)
 
 
+def _of_ranks(
+    job: ResolvedRun, layout: Layout, kinds: Sequence[RankKind]
+) -> tuple[Ledger, int | None]:
+    """The same of several GPUs, whose ranks all do the same."""
+    kinds = kinds or rank_kinds(job)
+    counted = ledger(job, kinds)
+    if len(kinds) > 1:
+        return counted, None
+    (kind,) = kinds
+    live_bytes = counted.peak_allocated_bytes - counted.workspace_bytes
+    asked = (layout.config, partial(layout.requests, kind))
+    return counted, replayed_idle_bytes(kind.step, live_bytes=live_bytes, of_rank=asked)
+
+
 def run_moments(
     job: ResolvedRun, kinds: Sequence[RankKind] = ()
 ) -> tuple[dict[str, dict[str, Count]], bool]:
@@ -373,10 +390,11 @@ def run_moments(
 
     Args as of `ledger`.
 
-    It does so in training alone, where measured peaks have confirmed the narrower one.
+    It does so in training on one GPU alone, where measured peaks have confirmed the narrower one.
     """
     counted, idle_bytes = ledger_and_idle(job, kinds)
     moments = by_part(job, counted)
     if idle_bytes is not None:
         moments = {name: parts | {"allocator": idle_bytes} for name, parts in moments.items()}
-    return moments, idle_bytes is not None and job.run.phase == "finetune"
+    narrows = job.layout is None and job.run.phase == "finetune"
+    return moments, idle_bytes is not None and narrows

@@ -33,7 +33,7 @@ FUSED_4BIT_ROWS = {
 FEW_FUSED_4BIT_ROWS = 7
 # Libraries of a training whose version no formula asks for.
 WITHOUT_FORMULA = frozenset(
-    {"axolotl", "causal-conv1d", "cut-cross-entropy", "datasets", "deepspeed", "einops", "evaluate"}
+    {"axolotl", "causal-conv1d", "cut-cross-entropy", "datasets", "einops", "evaluate"}
     | {"flash-attn", "hf-transfer", "huggingface-hub", "kernels", "lightning", "liger-kernel"}
     | {"llama-cpp-python", "llamafactory", "mamba-ssm", "ms-swift", "numpy", "optimum", "packaging"}
     | {"pandas", "pillow", "protobuf", "pyarrow", "python", "ray", "safetensors", "scikit-learn"}
@@ -64,6 +64,7 @@ class Libraries:
     bitsandbytes: str = "0.50.2"
     trl: str = "1.16.0"
     accelerate: str = "1.15.0"
+    deepspeed: str = "0.19.8"
     vllm: str = "0.6.3"
     sglang: str = "0.5.23"
     gptqmodel: str = "7.3.4"  # 0 is AutoGPTQ, which it replaced
@@ -128,6 +129,14 @@ class Libraries:
         Read: `_default_to_fused_or_foreach` of torch 2.0; 1.12 has `foreach = False` in its place.
         """
         return not self.older("torch", "2.0")
+
+    @property
+    def widens_overflow_check(self) -> bool:
+        """ZeRO looks for an overflow in an fp32 copy of a gradient, and in masks of it.
+
+        Read: `has_inf_or_nan` of deepspeed 0.19.6, `_has_inf_or_nan` of 0.19.5 and of 0.14.5.
+        """
+        return self.older("deepspeed", "0.19.6")
 
     @property
     def loads_all_kernels(self) -> bool:

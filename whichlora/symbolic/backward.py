@@ -21,6 +21,7 @@ class Backward:
             have gathered are there before, with what is saved unless it is recomputed; what
             `parameters` and `input_gradient` name stays alive.
         result_gradient, gathered, input_gradient, parameters: numbers of gradients in `events`.
+        summed: those of parameters that end there, added to what there is.
         counts: its kernels; `repeated` those of a forward that runs again.
     """
 
@@ -43,6 +44,7 @@ class Backward:
         self._next = 0
         self.events: list[PackedEvent] = []
         self.parameters: list[int] = []
+        self.summed: list[int] = []
         self.result_gradient = self._new(result.packed)
         self._buffers: dict[int, int] = {result.edge: self.result_gradient}
         self.live = result.packed
@@ -236,6 +238,8 @@ class Backward:
                 self._release(total)
             if self._accumulated:
                 self._count_sum(tensor)
+                if gradient not in self._bases:
+                    self.summed.append(gradient)
                 self._release(gradient)
             else:
                 self.parameters.append(gradient)

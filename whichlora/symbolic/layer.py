@@ -424,7 +424,8 @@ class BlockEvents:
         backward: none where no gradient flows.
         result_gradient, gathered: there before the backward.
         input_gradient: None where the input needs none.
-        parameters: gradients of trained parameters.
+        parameters: gradients of trained parameters; `summed` those that are added to what earlier
+            ones left: each dies where autograd accumulates it.
         product: the first result of a matrix in the forward, if it has any.
     """
 
@@ -440,6 +441,7 @@ class BlockEvents:
     gathered: tuple[int, ...] = ()
     input_gradient: int | None = None
     parameters: tuple[int, ...] = ()
+    summed: tuple[int, ...] = ()
     product: int | None = None
 
 
@@ -508,6 +510,7 @@ def block_events(
         gathered=tuple(map(number, walk.gathered)),
         input_gradient=None if gradient is None else number(gradient),
         parameters=tuple(map(number, walk.parameters)),
+        summed=tuple(map(number, walk.summed)),
         product=tape.product,
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from whichlora.calibration.load import refit
 from whichlora.errors import ConfigError
@@ -196,16 +197,25 @@ def _waits(session: Session, serving: Candidate | None) -> list[ServingPredictio
 
 
 def _as_alone(session: Session, finetune: list[Candidate], least: float) -> list[Candidate]:
-    """The candidates, of which the best of each model is as it is predicted alone.
+    """The candidates, of which the best of each model is as it is predicted alone."""
+    return _replayed(session, finetune, lambda found: best_of_models(found, least).values())
 
-    Of a large plan few are replayed. Where the best of a model no longer meets the limits when it
-    is, the next one is looked at.
+
+def _replayed(
+    session: Session,
+    finetune: list[Candidate],
+    shown: Callable[[list[Candidate]], Iterable[Candidate]],
+) -> list[Candidate]:
+    """The candidates, of which those that `shown` picks are as they are predicted alone.
+
+    Of a large plan few are replayed. Where one no longer meets the limits when it is, the next one
+    is looked at.
     """
     replayed: set[RunConfig] = set()
     while session.is_large:
         anew = {
             best.run: replace(session.replay(best.run), chance_to_serve=best.chance_to_serve)
-            for best in best_of_models(finetune, least).values()
+            for best in shown(finetune)
             if best.run not in replayed
         }
         if not anew:
@@ -222,13 +232,19 @@ def _counts(
     counts = {config.gpus for config in session.plan.spreads}
     if best is None or len(counts) < 2:
         return None
-    return compare_counts(
-        finetune,
-        best.run.model,
+    compared = partial(
+        compare_counts,
+        model=best.run.model,
         counts=sorted(counts),
         least=least,
         offers=session.plan.objective.prices.get(session.gpu.key, ()),
     )
+
+    def shown(candidates: list[Candidate]) -> Iterable[Candidate]:
+        found = compared(candidates)
+        return () if found is None else found.candidates
+
+    return compared(_replayed(session, list(finetune), shown))
 
 
 def _repeatability(session: Session, best: Candidate | None) -> Repeatability | None:
