@@ -117,7 +117,7 @@ def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads
         seq_len=128,
         r=8,
     )
-    common = {"masks": step.shared_masks, "sized": step.sized}
+    common = {"masks": step.masks.shared, "sized": step.sized}
     few = layer_passes.checkpointed_passes(llama.model, step.layers, **common)
     every = layer_passes.saved_passes(
         llama.model,
@@ -131,7 +131,7 @@ def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads
     assert few.saved == (128 * 1024 * llama.dtypes.stream_bytes,)
     assert every.saved == tuple(layer.saved for layer in step.layers)
     (layer,) = step.layers  # the first keeps less, its input being frozen
-    assert every.groups[-1].num_bytes - step.shared_masks.num_bytes == -layer.unsaved < 0
+    assert every.groups[-1].num_bytes - step.masks.shared.num_bytes == -layer.unsaved < 0
 
 
 def test_logit_width_is_the_vocabulary_also_of_an_encoder() -> None:

@@ -99,11 +99,11 @@ def test_moments_of_images_come_before_and_after_those_of_the_layers() -> None:
 
 def test_gradients_of_a_trained_tower_are_there_after_its_backward() -> None:
     step, tower = steps(method="full", precision="bf16-pure")
-    assert step.tower_gradients == 2 * tower.model.num_params
+    assert step.gradients.of_tower == 2 * tower.model.num_params
     frozen, _ = steps(method="full", precision="bf16-pure", freeze_vision_tower=True)
     assert frozen.tower_gradients == 0
-    trained = step.all_gradients - frozen.all_gradients
-    assert trained == step.tower_gradients
+    trained = step.gradients.total - frozen.all_gradients
+    assert trained == step.gradients.of_tower
 
 
 def test_a_block_whose_result_nobody_reads_keeps_until_the_forward_is_done_alone() -> None:
@@ -134,7 +134,7 @@ def test_a_mask_of_patches_is_there_until_the_first_block_has_gone_backward() ->
     step = training_step(image_traces.job_of(line))
     assert step.model.tower is not None
     tower = TowerStep.of(step, step.model.tower)
-    assert tower.masks_in_first_layer.num_bytes == 2 * 2520**2
+    assert tower.masks.in_first_layer.num_bytes == 2 * 2520**2
     inputs_of_others = 3 * tower.forward.state_bytes
     assert tower.worst_backward - tower.first_backward == inputs_of_others
 

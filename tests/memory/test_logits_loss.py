@@ -75,7 +75,7 @@ def test_a_cpu_has_no_kernel_and_stacks_the_gradients_of_rows() -> None:
 
 def test_a_run_takes_its_loss_from_its_trainer_and_says_so() -> None:
     step = step_of(batch_size=2)
-    assert step.loss_backward_bytes == 2.5 * 4 * 4 * SEQ_LEN * VOCAB
+    assert step.loss.backward_bytes == 2.5 * 4 * 4 * SEQ_LEN * VOCAB
     run = RunConfig(model=NAME, trainer="orpo", seq_len=SEQ_LEN, precision="bf16")
     moments = ledger(resolve(load_model(NAME), run, A100)).moments
     facts = [entry.fact for entry in moments["loss_backward"]]

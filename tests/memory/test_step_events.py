@@ -68,7 +68,7 @@ def test_a_function_frees_the_logits_before_those_of_its_next_call(
     logits: set[int] = set()
     born_alone = 0
     for number, size in training_events(step).events:
-        if size == step.kept_logits_bytes:
+        if size == step.loss.kept_logits_bytes:
             born_alone += not logits
             logits.add(number)
         elif size is None:

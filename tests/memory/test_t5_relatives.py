@@ -116,12 +116,12 @@ def test_masks_and_biases_are_tensors_of_their_own() -> None:
     """Of T5's decoder: a causal mask, the bias, and zeros for what the encoder has read."""
     step = eager_step("5.23.0")
     of_head = 4 * 256 * 256
-    assert sorted(step.unnamed_masks) == [3 * of_head, 8 * of_head, 8 * of_head]
-    assert sum(step.unnamed_masks) == step.unnamed_mask_bytes
+    assert sorted(step.masks.unnamed) == [3 * of_head, 8 * of_head, 8 * of_head]
+    assert sum(step.masks.unnamed) == step.masks.unnamed_bytes
 
 
 def test_an_older_class_adds_the_mask_of_each_row_to_the_bias() -> None:
     """Peaks of both releases on a CPU: 65.7 and 61.6 MB for a small T5 of three rows."""
     step = eager_step("4.52.4")
     of_head = 4 * 256 * 256
-    assert sorted(step.unnamed_masks)[-2:] == [3 * 8 * of_head] * 2
+    assert sorted(step.masks.unnamed)[-2:] == [3 * 8 * of_head] * 2

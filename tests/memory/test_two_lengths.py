@@ -107,8 +107,8 @@ def test_logits_are_of_the_target_alone() -> None:
 
 def test_the_trainer_gets_an_fp32_copy_of_the_encoder_s_output() -> None:
     step = training_step(job(target_len=64))
-    assert step.widened_encoder_out == 4 * 4 * 512 * step.model.hidden_size
-    assert training_step(job(target_len=64, precision="bf16-pure")).widened_encoder_out == 0
+    assert step.loss.widened_encoder_out == 4 * 4 * 512 * step.model.hidden_size
+    assert training_step(job(target_len=64, precision="bf16-pure")).loss.widened_encoder_out == 0
 
 
 def test_the_encoder_runs_on_the_source_and_cross_attention_reads_it() -> None:
@@ -127,7 +127,7 @@ def test_zeros_of_cross_attention_have_a_row_for_each_token_of_the_target() -> N
     step = training_step(job(target_len=64))
     first = layers_in_order(parts_of(step.model)[1])[0]
     assert zeros_bytes(first, step.dtypes, span=64) == 12 * 64 * 512 * 2
-    assert step.decoder_zeros_bytes == 2 * 12 * 64 * 512 * 2
+    assert step.masks.decoder_zeros_bytes == 2 * 12 * 64 * 512 * 2
 
 
 def test_a_decoder_caches_keys_of_the_source_and_of_its_own() -> None:

@@ -319,7 +319,7 @@ def test_the_gradient_of_osf_is_a_view_of_a_larger_one_where_parameters_are_wide
     assert gradients - wide.method.adapter_bytes(one, wide.dtypes, 16) == kept
     assert narrow.method.gradient_remainders(one, narrow.dtypes, 16) == 0
     step = training_step(wide)
-    assert step.all_gradients == 30 * gradients
+    assert step.gradients.total == 30 * gradients
     assert step.layers[0].gradients == gradients
     assert num_trained(wide) == 30 * trained * (2 * 576 + 1)
 
@@ -461,7 +461,7 @@ def test_virtual_tokens_lengthen_the_sequence_of_all_layers() -> None:
     job = smol_run("prompt-tuning", seq_len=448, method_options=options)
     step, plain = training_step(job), training_step(smol_run("lora", seq_len=512))
     assert step.seq_len == plain.seq_len
-    assert step.loss_backward_bytes == plain.loss_backward_bytes
+    assert step.loss.backward_bytes == plain.loss_backward_bytes
     with pytest.raises(ConfigError, match="is predicted for decoders"):
         resolve(find_model("google-t5/t5-base"), replace(job.run, model="t5"), A100)
 
@@ -518,7 +518,7 @@ def test_adaption_prompts_are_in_the_upper_layers_in_the_dtype_of_the_base() -> 
     lower, upper = job.model.groups
     assert (lower.count, upper.count) == (18, 12)
     step = training_step(job)
-    assert step.all_gradients == 2 * num_trained(job)
+    assert step.gradients.total == 2 * num_trained(job)
     assert step.layers[0].gradients == 0
     assert step.layers[0].backward < step.layers[1].backward
     for fault, settings in (
@@ -598,8 +598,8 @@ def test_adalora_holds_scores_and_early_gradients_and_is_told_each_step() -> Non
     job = smol_run("adalora")
     step = training_step(job)
     (scores,) = (e for e in step.static if e.fact.what.startswith("scores"))
-    assert scores.num_bytes == 3 * step.all_gradients
-    assert step.gradients_of_term == step.all_gradients
+    assert scores.num_bytes == 3 * step.gradients.total
+    assert step.gradients.of_term == step.gradients.total
     script = train_script_of(job.run, target_modules="all-linear")
     assert "model.base_model.update_and_allocate(state.global_step)" in script
     assert "callbacks=[LogAtCheckpoints(), AfterUpdate()]" in script

@@ -167,7 +167,7 @@ def test_each_of_several_gpus_has_what_one_has_and_buckets(options: tuple[Any, .
         for parallel in ({}, {"parallel": ParallelConfig(strategy="ddp", gpus=4)})
     ]
     alone, several = (ledger(each).peak_allocated_bytes for each in both)
-    assert several - alone == training_step(both[0]).all_gradients
+    assert several - alone == training_step(both[0]).gradients.total
 
 
 def test_gathered_embeddings_and_similarities_grow_with_the_gpus() -> None:

@@ -67,13 +67,13 @@ def test_nobody_holds_gradients_that_are_used_in_the_backward() -> None:
     usual, fused = job(), job(options={"optimizer_in_bwd": True})
     whole = gradient_bytes(training_step(usual).tensors)
     step = training_step(fused)
-    assert (step.all_gradients, step.accumulates) == (0, False)
+    assert (step.gradients.total, step.accumulates) == (0, False)
     table = WORDS * WIDTH * 2
     saved = moment(usual, "optimizer_step") - moment(fused, "optimizer_step")
     assert saved == whole - table
     assert ledger(fused).peak_allocated_bytes < ledger(usual).peak_allocated_bytes
     # the tied head waits for the table's part
-    assert step.gradients_in_layers == table
+    assert step.gradients.in_layers == table
 
 
 def test_a_plain_optimizer_makes_lists_of_one_tensor_then() -> None:

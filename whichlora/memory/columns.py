@@ -125,12 +125,12 @@ def _meeting(step: TrainingStep, moment: str) -> Count:
     Without accumulation there is one of each parameter: it waits, or the two have met. Kind: upper
     bound: other layers than the first are taken as waiting. Source: `MEETING`.
     """
-    first = step.layers[0].gradients + step.embedding_gradients
+    first = step.layers[0].gradients + step.gradients.of_embeddings
     waiting: Count = {
         "first_layer_backward": first,
-        "embedding_backward": step.embedding_gradients,
-        "table_backward": step.embedding_gradients,
-    }.get(moment, step.all_gradients)
+        "embedding_backward": step.gradients.of_embeddings,
+        "table_backward": step.gradients.of_embeddings,
+    }.get(moment, step.gradients.total)
     return waiting * step.accumulates + 0 * step.num_trained
 
 
@@ -186,7 +186,7 @@ def _with_earlier(
     """
     graphs = (Entry(EARLIER, part.saved_for_backward.num_bytes) for part in earlier)
     others = _further_inputs(step, step.batch_size - sequences)
-    before = Entry(ACCUMULATED, step.all_gradients * step.accumulates)
+    before = Entry(ACCUMULATED, step.gradients.total * step.accumulates)
     return replace(
         step,
         run=replace(step.run, gradient_accumulation_steps=1),
@@ -207,8 +207,8 @@ def _accumulating(step: TrainingStep) -> TrainingStep:
 
 
 def _states(step: TrainingStep) -> Count:
-    assert step.label_points is not None
-    return evaluate(step.label_points.states, r=step.r, **step.sized)
+    assert step.loss.label_points is not None
+    return evaluate(step.loss.label_points.states, r=step.r, **step.sized)
 
 
 def _vector_bytes(step: TrainingStep) -> int:

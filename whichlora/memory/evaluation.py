@@ -67,7 +67,7 @@ def evaluation_moments(
         ]
         alive[moment] = (*entries, *copies)
     if "loss_forward" in alive:
-        adapted = Entry(loss.ADAPTED_FORWARD, checkpointed.evaluated_head_bytes)
+        adapted = Entry(loss.ADAPTED_FORWARD, checkpointed.loss.evaluated_head_bytes)
         alive["loss_forward"] = (*alive["loss_forward"], last, adapted)
     return alive
 

@@ -42,7 +42,7 @@ HELD_INPUTS = Fact(
 
 def held_outputs(step: TrainingStep) -> Entry:
     """Outputs of the model from the end of its forward on, where the caller holds them."""
-    return Entry(loss.KEPT_LOGITS, step.kept_logits_bytes)
+    return Entry(loss.KEPT_LOGITS, step.loss.kept_logits_bytes)
 
 
 def kept_cache(step: TrainingStep) -> Entry:

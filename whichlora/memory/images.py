@@ -221,7 +221,7 @@ class TowerStep(TrainingStep):
         named = self.forward.named_in_projector
         if self.goes_backward and self.tower.names_blocks:
             # the other states are saved, and so are masks where no block makes its own
-            named = state + self.unnamed_mask_bytes
+            named = state + self.masks.unnamed_bytes
             held = held * (not self.is_hooked)
         in_projector = named + most(self.projected.forward, **self.forward.of_vectors) + held
         if not self.goes_backward:
@@ -263,7 +263,7 @@ class TowerStep(TrainingStep):
         """Of the first block, when all others have gone backward."""
         if not self.goes_backward:
             return 0 * self.tokens
-        around = self.around_blocks.num_bytes + self.masks_in_first_layer.num_bytes
+        around = self.around_blocks.num_bytes + self.masks.in_first_layer.num_bytes
         return around + largest(*(self.passes.last_backward[i] for i in self.first_kinds))
 
 
@@ -395,7 +395,7 @@ def last_norm(step: TrainingStep, in_layer: Entries) -> Entries:
     keeps = step.gives_input_gradient and any(t.what == LAYER_INPUT for t in first.tensors)
     streams = (2 - keeps) * states * stream
     changed = {
-        LAYER_FORWARD: Entry(LAYER_FORWARD, made + streams + step.unnamed_mask_bytes),
+        LAYER_FORWARD: Entry(LAYER_FORWARD, made + streams + step.masks.unnamed_bytes),
         step.saved_in_layers.fact: step.saved_for_backward,
     }
     return tuple(changed.get(entry.fact, entry) for entry in in_layer)
@@ -423,14 +423,14 @@ def images_backward(step: TrainingStep, tower: TowerStep) -> Entries:
     width = step.model.hidden_size * step.layers[0].stream_bytes
     waits = (step.tokens * step.needs_grad + tower.forward.num_vectors * tower.tower.deep) * width
     leaf = step.tokens * step.leaf_embedding_bytes
-    gradients, in_tower = step.gradients_in_layers, 0 * step.num_trained
+    gradients, in_tower = step.gradients.in_layers, 0 * step.num_trained
     if tower.tower.attended:  # all of the text has gone backward
         waits, leaf, gradients = 0 * waits, 0 * leaf, 0 * gradients
     if not step.accumulates:
-        in_tower = step.tower_gradients - tower.later_gradients
-        gradients = step.all_gradients - step.tower_gradients
+        in_tower = step.gradients.of_tower - tower.later_gradients
+        gradients = step.gradients.total - step.gradients.of_tower
         if not tower.tower.attended:
-            gradients = gradients - step.embedding_gradients
+            gradients = gradients - step.gradients.of_embeddings
     outputs: Entries = ()
     if tower.tower.attended and step.trainer.outputs_held(step.run) != "until_loss":
         outputs = (held_outputs(step),)

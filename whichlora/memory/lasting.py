@@ -99,12 +99,12 @@ def whole_step(step: TrainingStep) -> tuple[Entry, ...]:
     )
     entries.append(Entry(optimizer.STATES, states + 0 * step.num_trained))
     if step.method.num_scores:
-        entries.append(Entry(SCORES, step.method.num_scores * step.all_gradients))
+        entries.append(Entry(SCORES, step.method.num_scores * step.gradients.total))
     if step.has_reference and step.method.trains_base:
         copied = added(entry.num_bytes for entry in weights)
         entries.append(Entry(REFERENCE_WEIGHTS, copied))
-    if step.left_gradient:
-        entries.append(Entry(LEFT_GRADIENT, step.left_gradient + 0 * step.tokens))
+    if step.gradients.left:
+        entries.append(Entry(LEFT_GRADIENT, step.gradients.left + 0 * step.tokens))
     kernels = step.dtypes.kernels
     in_buffer = kernels.adapters and kernels.keeps_expanded and not step.dtypes.adapters_drop
     if in_buffer and step.dtypes.quant in FOUR_BIT_BNB:
@@ -159,7 +159,7 @@ def _lasting(step: TrainingStep, *tables: Tensor) -> tuple[Entry, ...]:
     batch = Tensor("token ids, labels, mask", 24, constant=of_source, element_bytes=8)
     # `Trainer` calls `zero_grad` once per optimizer step: `.grad` of earlier micro-steps
     # exists in the next forward
-    accumulated = step.all_gradients if step.accumulates else 0 * step.num_trained
+    accumulated = step.gradients.total if step.accumulates else 0 * step.num_trained
     return (
         *step.static,
         Entry(ACCUMULATED, accumulated),

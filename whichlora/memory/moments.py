@@ -154,11 +154,11 @@ def _beside_cache(step: TrainingStep) -> Entries:
 def _loss_and_copies(step: TrainingStep) -> Entries:
     # `autocast.__exit__` of torch/amp/autocast_mode.py calls `clear_autocast_cache`: the context
     # ends with the model's forward, which computes the loss, unless a trainer does of its logits
-    made, copies = step.loss_forward_bytes, step.autocast_copies
-    if step.compared is not None:
+    made, copies = step.loss.forward_bytes, step.autocast_copies
+    if step.loss.compared is not None:
         logits = step.tokens * loss.logit_width(step.model) * step.dtypes.compute_bytes
         made, copies = largest(made, logits + copies), 0 * copies
-    return Entry(step.loss_facts[0], made), Entry(AUTOCAST_COPIES, copies)
+    return Entry(step.loss.facts[0], made), Entry(AUTOCAST_COPIES, copies)
 
 
 LOG_PROBABILITIES = Fact(
@@ -186,15 +186,15 @@ def reference_forward(step: TrainingStep) -> Entries:
         *step.always,
         step.saved_for_backward,
         step.remainders,
-        step.compared
+        step.loss.compared
         or Entry(
             LOG_PROBABILITIES,
-            step.scored_tokens
+            step.loss.scored_tokens
             * loss.log_probability_bytes(
-                step.model, step.dtypes, trained_head=step.trained_head_bytes
+                step.model, step.dtypes, trained_head=step.gradients.trained_head_bytes
             ),
         ),
-        Entry(REFERENCE_FORWARD, largest(in_layer, step.reference_loss_bytes)),
+        Entry(REFERENCE_FORWARD, largest(in_layer, step.loss.reference_bytes)),
     )
 
 
@@ -202,7 +202,7 @@ def _head_copy(step: TrainingStep) -> Entry:
     copied = loss.head_copy_bytes(step.model, step.dtypes, loss_head=step.run.loss_head)
     in_points = step.adapts_head or step.trainer.chunked_loss(step.run) is not None
     copied = copied * (not in_points)  # `label_points` has it
-    copied = copied + step.further_head_copies
+    copied = copied + step.loss.further_head_copies
     return Entry(loss.HEAD_COPY, copied + 0 * step.tokens + step.head_copy_bytes)
 
 
@@ -219,8 +219,8 @@ def loss_backward(step: TrainingStep) -> Entries:
         held_outputs(step),
         step.saved_for_backward,
         step.remainders,
-        *([Entry(GRADIENTS_OF_TERM, step.gradients_of_term)] if step.method.in_loss else []),
-        Entry(step.loss_facts[1], step.loss_backward_bytes),
+        *([Entry(GRADIENTS_OF_TERM, step.gradients.of_term)] if step.method.in_loss else []),
+        Entry(step.loss.facts[1], step.loss.backward_bytes),
         _head_copy(step),
     )
 
@@ -256,7 +256,7 @@ def head_backward(step: TrainingStep) -> Entries:
         step.remainders,
         held_outputs(step),
         Entry(LOGITS_GRADIENT, step.tokens * width * dtypes.compute_bytes),
-        Entry(HEAD_GRADIENT, step.head_gradient + 0 * step.num_trained),
+        Entry(HEAD_GRADIENT, step.gradients.of_head + 0 * step.num_trained),
         _head_copy(step),
     )
 
@@ -284,7 +284,7 @@ def layer_backward(step: TrainingStep) -> Entries:
     return (
         *step.always,
         held_outputs(step),
-        Entry(LAST_LAYERS_GRADIENTS, step.gradients_in_layers),
+        Entry(LAST_LAYERS_GRADIENTS, step.gradients.in_layers),
         step.saved_in_layers,
         step.remainders,
         Entry(LAYER_BACKWARD, step.layer_backward_bytes),
@@ -332,10 +332,10 @@ def first_layer_backward(step: TrainingStep) -> Entries:
         *step.always,
         held_outputs(step),
         kept_cache_of_later_layers(step),
-        Entry(LATER_LAYERS_GRADIENTS, largest(step.late_gradients, 0 * step.late_gradients)),
+        Entry(LATER_LAYERS_GRADIENTS, largest(step.gradients.late, 0 * step.gradients.late)),
         listed(HELD_INPUTS, *inputs),
         step.late_remainders,
-        listed(AROUND_LAYERS, step.outside_in_first_layer, step.masks_in_first_layer),
+        listed(AROUND_LAYERS, step.outside_in_first_layer, step.masks.in_first_layer),
         *([Entry(SHARED_KEYS, step.keys_in_first_layer)] if step.shares_keys else []),
         Entry(LAYER_BACKWARD, largest(*(_last_backward(step, i) for i in step.first_kinds))),
     )
@@ -365,7 +365,8 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
         place = group.positions[0]
         gathered = gathered_after(model, step.layers, place, of_keys=layer.gathered)
         backward = backward - layer.gathered + gathered
-        gradients = after(model, by_layer, place) + step.head_gradient + step.merging_gradients
+        around = step.gradients.of_head + step.gradients.of_merging
+        gradients = after(model, by_layer, place) + around
         waiting = (
             replace(held, count=sum(position <= place for position in of_kind.positions))
             for held, of_kind in zip(passes.groups, model.groups, strict=False)
@@ -387,10 +388,10 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
 
 def first_decoder_layer_backward(step: TrainingStep) -> Entries:
     """In the decoder's first layer, while the encoder's saved tensors still exist."""
-    gradients = step.late_gradients
+    gradients = step.gradients.late
     if not step.gradients_wait:
         of_kind = largest(*(step.layers[number].gradients for number in step.first_decoder_kinds))
-        gradients = gradients + step.layers[0].gradients - step.first_stack_gradients - of_kind
+        gradients = gradients + step.layers[0].gradients - step.gradients.of_first_stack - of_kind
         gradients = largest(gradients, 0 * step.num_trained)
     backward = largest(*(step.backward_of_last(number) for number in step.first_decoder_kinds))
     return (
@@ -398,7 +399,7 @@ def first_decoder_layer_backward(step: TrainingStep) -> Entries:
         held_outputs(step),
         Entry(LATER_LAYERS_GRADIENTS, gradients),
         step.remainders,
-        _kept_by_encoder(step, step.masks_in_first_decoder_layer),
+        _kept_by_encoder(step, step.masks.in_first_decoder_layer),
         Entry(LAYER_BACKWARD, backward),
     )
 
@@ -410,7 +411,7 @@ def encoder_forward(step: TrainingStep) -> Entries:
     made = largest(*(each.forward - each.saved * (not checkpointed) for each in layers))
     if not checkpointed:  # the loop of `LEDEncoder.forward` names rows, states and the mask
         made = made + 2 * layers[0].tokens * step.model.hidden_size * layers[0].stream_bytes
-        made = made + step.encoder_mask_bytes
+        made = made + step.masks.encoder_bytes
     return (
         *step.always,
         *held_between_steps(step),
@@ -422,9 +423,9 @@ def encoder_forward(step: TrainingStep) -> Entries:
 
 def encoder_backward(step: TrainingStep) -> Entries:
     """In the backward of the encoder's last layer, after the decoder's."""
-    gradients = step.late_gradients
+    gradients = step.gradients.late
     if not step.gradients_wait:
-        gradients = gradients + step.layers[0].gradients - step.first_stack_gradients
+        gradients = gradients + step.layers[0].gradients - step.gradients.of_first_stack
         gradients = largest(gradients, 0 * step.num_trained)
     return (
         *step.always,
@@ -440,7 +441,7 @@ def _left_of_encoder(step: TrainingStep) -> Entry:
     """What the encoder's layers keep, and what is saved around them."""
     passes = step.passes
     kept = (passes.groups[number] for number in step.first_stack)
-    return listed(passes.fact, *kept, step.outside_in_first_layer, step.masks_in_encoder)
+    return listed(passes.fact, *kept, step.outside_in_first_layer, step.masks.in_encoder)
 
 
 def _kept_by_encoder(step: TrainingStep, masks: Group) -> Entry:
@@ -480,7 +481,7 @@ def layer_inputs_backward(step: TrainingStep) -> Entries:
     return (
         *step.always,
         held_outputs(step),
-        Entry(ALL_GRADIENTS, step.late_gradients),
+        Entry(ALL_GRADIENTS, step.gradients.late),
         Entry(LAYER_INPUTS_BACKWARD, making + embeddings),
     )
 
@@ -520,7 +521,7 @@ def stream_moments(step: TrainingStep) -> dict[str, Entries]:
     # the model's forward names masks and keys until it returns
     forward = forward + step.tokens * begin.outer_named_bytes + step.keys_in_forward
     if not step.run.gradient_checkpointing:
-        forward = forward + step.unnamed_mask_bytes
+        forward = forward + step.masks.unnamed_bytes
     result = step.tokens * step.model.stream_width * step.layers[-1].stream_bytes
     moments: dict[str, Entries] = {
         "merging_forward": (
@@ -535,7 +536,7 @@ def stream_moments(step: TrainingStep) -> dict[str, Entries]:
         moments["merging_backward"] = (
             *step.always,
             held_outputs(step),
-            Entry(LAST_LAYERS_GRADIENTS, step.gradients_in_layers - step.merging_gradients),
+            Entry(LAST_LAYERS_GRADIENTS, step.gradients.in_layers - step.gradients.of_merging),
             step.saved_in_layers,
             step.remainders,
             Entry(MERGING_BACKWARD, most(end.backward, r=step.r, **step.sized)),
@@ -549,7 +550,7 @@ def stream_moments(step: TrainingStep) -> dict[str, Entries]:
         moments["expanding_backward"] = (
             *step.always,
             held_outputs(step),
-            Entry(ALL_GRADIENTS, step.late_gradients),
+            Entry(ALL_GRADIENTS, step.gradients.late),
             Entry(EXPANDING_BACKWARD, waiting + most(begin.backward, r=step.r, **step.sized)),
         )
     return moments
@@ -571,7 +572,7 @@ TIED_GRADIENTS = Fact(
 def decoder_embedding_backward(step: TrainingStep) -> Entries:
     """In the decoder's use of a table that is also the head, while the encoder waits."""
     is_first = not step.accumulates
-    gradients = step.all_gradients - step.first_stack_gradients
+    gradients = step.gradients.total - step.gradients.of_first_stack
     if step.model.splits_embeddings:
         gradients = gradients - step.model.embeddings[1].num_params * step.param_bytes
     return (
@@ -579,7 +580,7 @@ def decoder_embedding_backward(step: TrainingStep) -> Entries:
         held_outputs(step),
         Entry(ALL_GRADIENTS, gradients * is_first),
         step.remainders,
-        _kept_by_encoder(step, step.shared_masks),
+        _kept_by_encoder(step, step.masks.shared),
         _tied_gradients(step, _num_tied_parts(step)),
     )
 
@@ -590,9 +591,9 @@ def embedding_backward(step: TrainingStep) -> Entries:
     # runs once all of its inputs are there. An encoder's part is added in place to the sum of head
     # and decoder, which no node of theirs holds
     parts = 1 + step.accumulates if step.second_stack else _num_tied_parts(step)
-    gradients = step.all_gradients
+    gradients = step.gradients.total
     if step.attends and not step.accumulates:
-        gradients = gradients - step.tower_gradients
+        gradients = gradients - step.gradients.of_tower
     return (
         *step.static,
         held_outputs(step),
@@ -619,16 +620,16 @@ def table_moment(step: TrainingStep) -> dict[str, Entries]:
     A gradient of all rows is there beside the one that it is added to. That of an adapter's A is a
     transposed view, which is copied where there is none yet: `AccumulateGrad`, case 1.3.
     """
-    is_apart = (step.accumulates or step.frees_gradients) and not step.tied_gradients_wait
-    whole = step.table_gradient * is_apart
-    made = whole + step.looked_up_gradient + step.left_gradient
-    if not (step.adapts_table or whole or step.left_gradient):
+    is_apart = (step.accumulates or step.frees_gradients) and not step.gradients.tied_wait
+    whole = step.gradients.of_table * is_apart
+    made = whole + step.gradients.looked_up + step.gradients.left
+    if not (step.adapts_table or whole or step.gradients.left):
         return {}
     entries = (
         *step.static,
         *step.waiting,
         held_outputs(step),
-        Entry(ALL_GRADIENTS, step.all_gradients),
+        Entry(ALL_GRADIENTS, step.gradients.total),
         step.late_remainders,
         Entry(TABLE_GRADIENT, made + 0 * step.tokens),
     )
@@ -637,11 +638,12 @@ def table_moment(step: TrainingStep) -> dict[str, Entries]:
 
 def _num_tied_parts(step: TrainingStep) -> int:
     """The head's, the embedding's, their sum or the accumulated gradient of earlier micro-steps."""
-    return 2 + (step.accumulates or step.frees_gradients) - step.adds_tied_in_place
+    return 2 + (step.accumulates or step.frees_gradients) - step.gradients.adds_tied_in_place
 
 
 def _tied_gradients(step: TrainingStep, parts: int) -> Entry:
-    return Entry(TIED_GRADIENTS, parts * step.tied_params * step.param_bytes + 0 * step.tokens)
+    one = step.gradients.tied_params * step.param_bytes
+    return Entry(TIED_GRADIENTS, parts * one + 0 * step.tokens)
 
 
 # --- the optimizer ----------------------------------------------------------------------------
@@ -655,7 +657,7 @@ def optimizer_step(step: TrainingStep) -> Entries:
     temporaries = optimizer.step_temporary_bytes(
         step.updated_last, optimizer=step.run.optimizer, foreach=step.has_foreach
     )
-    gradients = gradient_bytes(step.updated_last) * step.frees_gradients + step.all_gradients
+    gradients = gradient_bytes(step.updated_last) * step.frees_gradients + step.gradients.total
     return (
         *step.static,
         *held_in_update(step),
@@ -681,7 +683,7 @@ def table_backward(step: TrainingStep) -> Entries:
     return (
         *step.static,
         held_outputs(step),
-        Entry(ALL_GRADIENTS, step.all_gradients),
+        Entry(ALL_GRADIENTS, step.gradients.total),
         step.late_remainders,
         Entry(TABLE_GRADIENT, step.table_bytes + rows),
     )
@@ -722,15 +724,15 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
         moments["layer_inputs_backward"] = layer_inputs_backward(step)
     moments |= stream_moments(step)
     in_points = step.trainer.chunked_loss(step.run) is not None  # those of `loss_backward`
-    if step.head_gradient and not (LOSS_HEADS[step.run.loss_head].in_tiles or in_points):
+    if step.gradients.of_head and not (LOSS_HEADS[step.run.loss_head].in_tiles or in_points):
         moments["head_backward"] = head_backward(step)
     if step.method.copies_table:
         moments["table_backward"] = table_backward(step)
         if step.model.head_tied:
             moments["head_backward"] = head_copy_backward(step)
-    if step.tied_gradients_wait and step.second_stack:
+    if step.gradients.tied_wait and step.second_stack:
         moments["decoder_embedding_backward"] = decoder_embedding_backward(step)
-    if step.tied_gradients_wait and not step.model.splits_embeddings:
+    if step.gradients.tied_wait and not step.model.splits_embeddings:
         # else the encoder's table is one of its own, whose gradient is summed with no other
         moments["embedding_backward"] = embedding_backward(step)
     return moments

@@ -6,31 +6,19 @@ here, once, when it is first asked for. All sizes may be arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
-from whichlora.memory import (
-    activations,
-    allocator,
-    kv_cache,
-    lasting,
-    logits_loss,
-    loss,
-    optimizer,
-)
+from whichlora.memory import allocator, lasting, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
-from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
+from whichlora.memory.entries import Entry, Group, Tensor, listed
 from whichlora.memory.gradients import (
     Trained,
     cached_params,
-    gradient_bytes,
-    outer_bytes,
     saved_modules,
     trained_params,
     trained_tensors,
-    unwanted_gradient_bytes,
 )
 from whichlora.memory.layer_bytes import LayerBytes, keeps_keys, layer_bytes, listed_tensors
 from whichlora.memory.layer_passes import (
@@ -39,31 +27,29 @@ from whichlora.memory.layer_passes import (
     offloaded_passes,
     saved_passes,
 )
+from whichlora.memory.step_gradients import StepGradients
+from whichlora.memory.step_loss import StepLoss
+from whichlora.memory.step_masks import StepMasks
 from whichlora.memory.worst_layer import after, has_one_order, leaves_behind_keys, worst_backward
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.layer import Layer, Linear
+from whichlora.spec.layer import Layer
 from whichlora.spec.loss_heads import LOSS_HEADS
-from whichlora.spec.numeric import Count, ceil_div, floor_div, largest, where
+from whichlora.spec.numeric import Count, floor_div, largest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import (
     adapted,
-    adapted_linears,
     adapts_head,
     adapts_table,
-    token_table,
     tower_linears,
 )
 from whichlora.symbolic.altup import StreamPoints, expanding_points, merging_points
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.symbolic.graph import LAYER_INPUT, SavedTensor
-from whichlora.symbolic.language_head import LabelPoints, label_points
-from whichlora.symbolic.layer import stream_bytes
-from whichlora.symbolic.linear_form import LinearForm, most
 from whichlora.symbolic.token_embeddings import saved_by_table
-from whichlora.trainers.base import LogitsLoss, Trainer
+from whichlora.trainers.base import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +192,21 @@ class TrainingStep:
         """Those of `always` that live before the first layer's forward and after its backward."""
         return lasting.around_layers(self)
 
+    @cached_property
+    def masks(self) -> StepMasks:
+        """Masks and biases of positions."""
+        return StepMasks(self)
+
+    @cached_property
+    def loss(self) -> StepLoss:
+        """The head and the loss."""
+        return StepLoss(self)
+
+    @cached_property
+    def gradients(self) -> StepGradients:
+        """The gradients."""
+        return StepGradients(self)
+
     # --- the layers -----------------------------------------------------------------------------
 
     @cached_property
@@ -273,15 +274,15 @@ class TrainingStep:
         if self.run.gradient_checkpointing:
             offloads = self.trainer.offloads(self.run)
             passes = offloaded_passes if offloads else checkpointed_passes
-            return passes(self.model, self.layers, masks=self.shared_masks, sized=self.sized)
+            return passes(self.model, self.layers, masks=self.masks.shared, sized=self.sized)
         return saved_passes(
             self.model,
             self.layers,
             self.dtypes,
             freezes_input=not self.gives_input_gradient,
             num_idle=self.num_idle_layers,
-            unnamed_mask_bytes=self.unnamed_mask_bytes,
-            masks=self.shared_masks,
+            unnamed_mask_bytes=self.masks.unnamed_bytes,
+            masks=self.masks.shared,
             sized=self.sized,
         )
 
@@ -361,20 +362,6 @@ class TrainingStep:
         named = (linear.name for linear in tower_linears(self.model) if linear.rank_multiple)
         return tuple(sorted(set(named) & set(self.targets)))
 
-    @cached_property
-    def tower_gradients(self) -> Count:
-        """Gradients of a vision tower, which come after those of the language model."""
-        tower = self.model.tower
-        if tower is None:
-            return 0 * self.num_trained
-        if self.method.trains_base:
-            return tower.stack.num_params * self.param_bytes * self.trains_tower
-        total = 0 * self.num_trained
-        for linear in tower.linears:
-            if linear.rank_multiple and linear.name in self.tower_targets:
-                total = total + self.method.gradient_bytes(linear, self.dtypes, self.r)
-        return total
-
     @property
     def _trains_norms(self) -> bool:
         norms = self.model.groups[0].layer.norms
@@ -405,129 +392,14 @@ class TrainingStep:
         """Groups of `stack` that its layer at `place` is of; all where nobody said."""
         return tuple(i for i in stack if place in self.model.groups[i].positions) or stack
 
-    @property
-    def _is_reentrant(self) -> bool:
-        return bool(self.run.gradient_checkpointing and self.run.use_reentrant)
-
-    def _masks(
-        self, *, checkpointed: bool, side: str = "", unbiased: str = ""
-    ) -> tuple[Count, ...]:
-        return activations.kept_masks(
-            self.model,
-            self.dtypes,
-            checkpointed=checkpointed,
-            side=side,
-            unbiased=unbiased,
-            without_zeros=self._is_reentrant,
-            **self.sized,
-        )
-
-    def _mask_bytes(self, **settings: Any) -> Count:
-        return sum(self._masks(**settings), 0 * self.tokens)
-
-    @cached_property
-    def kept_masks(self) -> tuple[Count, ...]:
-        """Bytes of each mask and bias that all layers read."""
-        return self._masks(checkpointed=bool(self.run.gradient_checkpointing))
-
-    @cached_property
-    def kept_mask_bytes(self) -> Count:
-        return sum(self.kept_masks, 0 * self.tokens)
-
-    @cached_property
-    def shared_masks(self) -> Group:
-        """Masks and biases that every layer reads: one tensor, made before the first layer."""
-        # made by `create_causal_mask` of transformers 5.23 masking_utils.py, but for SDPA where its
-        # `is_causal` says the same (`_ignore_causal_mask_sdpa`)
-        return self._mask_group(self.kept_mask_bytes)
-
-    @cached_property
-    def masks_in_first_layer(self) -> Group:
-        """Masks in the last layer of the backward, when those of a decoder are freed."""
-        return self._masks_of_encoder(is_remade=self._is_bias_remade(0))
-
-    @cached_property
-    def masks_in_encoder(self) -> Group:
-        """Masks in the backward of the encoder's other layers."""
-        return self._masks_of_encoder(is_remade=False)
-
-    def _masks_of_encoder(self, *, is_remade: bool) -> Group:
-        checkpointed = bool(self.run.gradient_checkpointing)
-        side = self.model.groups[0].stack
-        remade = side if is_remade else ""
-        num_bytes = self._mask_bytes(checkpointed=checkpointed, side=side, unbiased=remade)
-        return self._mask_group(num_bytes + self.decoder_zeros_bytes)
-
-    @cached_property
-    def decoder_zeros_bytes(self) -> Count:
-        """Zeros of a decoder's cross attention and their gradient, which outlive its backward.
-
-        Kind: exact. Source: transformers 5.23 `T5Attention.forward` makes them a leaf,
-        `position_bias.requires_grad = True`: `AccumulateGrad` holds both as long as the graph.
-        """
-        checkpointed = bool(self.run.gradient_checkpointing)
-        if not checkpointed or not self.second_stack or self._is_reentrant:
-            return 0 * self.tokens
-        first = self.model.groups[self.second_stack[0]].layer
-        return 2 * activations.zeros_bytes(first, self.dtypes, span=self.seq_len)
-
-    @cached_property
-    def masks_in_first_decoder_layer(self) -> Group:
-        """Masks in the last layer of the decoder's backward."""
-        if not self._is_bias_remade(self.second_stack[0]):
-            return self.shared_masks
-        return self._mask_group(self._mask_bytes(checkpointed=True, unbiased="decoder"))
-
-    def _is_bias_remade(self, number: int) -> bool:
-        """Whether the first layer of a stack, of group `number`, makes its position bias again.
-
-        By then no later layer's checkpoint holds the one that it made in the forward.
-        """
-        layer = self.model.groups[number].layer
-        return bool(self.run.gradient_checkpointing) and activations.makes_bias(layer)
-
     def backward_of_last(self, number: int) -> Count:
         """Bytes at the backward of a stack's first layer, the last one, if of group `number`."""
         passes = self.passes
-        if not self._is_bias_remade(number):
+        if not self.masks.is_bias_remade(number):
             return passes.last_backward[number]
         group, layer = self.model.groups[number], self.layers[number]
         first = self._layer_bytes(group.layer, makes_bias=True)
         return passes.last_backward[number] + first.backward - layer.backward
-
-    def _mask_group(self, num_bytes: Count) -> Group:
-        masks = Tensor(
-            "masks and biases that layers share",
-            constant=num_bytes,
-            dims="batch_size, seq_len, seq_len",
-        )
-        return Group(tensors=(masks,), **self.sized)
-
-    @property
-    def unnamed_mask_bytes(self) -> Count:
-        """Bytes of masks that only the forward's local variables hold, until it is done."""
-        # an encoder's go before its decoder begins: they are locals of its loop
-        side = self.model.groups[-1].stack if self.second_stack else ""
-        checkpointed = bool(self.run.gradient_checkpointing)
-        saved_bytes = self._mask_bytes(checkpointed=checkpointed, side=side)
-        return self._mask_bytes(checkpointed=True, side=side) - saved_bytes
-
-    @property
-    def unnamed_masks(self) -> tuple[Count, ...]:
-        """`unnamed_mask_bytes` tensor by tensor, of one run: a mask, and biases of positions."""
-        side = self.model.groups[-1].stack if self.second_stack else ""
-        saved = list(self._masks(checkpointed=bool(self.run.gradient_checkpointing), side=side))
-        unnamed: list[Count] = []
-        for num_bytes in self._masks(checkpointed=True, side=side):
-            if num_bytes in saved:
-                saved.remove(num_bytes)
-            elif num_bytes:
-                unnamed.append(num_bytes)
-        return tuple(unnamed)
-
-    @property
-    def encoder_mask_bytes(self) -> Count:
-        return self._mask_bytes(checkpointed=True, side="encoder")
 
     # --- around the layers ----------------------------------------------------------------------
 
@@ -543,7 +415,7 @@ class TrainingStep:
         trains_before = self.method.trains_base or trains_embedding or self.model.continues
         method = self.method
         trains_before = trains_before or bool(method.virtual_tokens) or method.copies_table
-        trains_before = trains_before or self.adapts_table or bool(self.left_gradient)
+        trains_before = trains_before or self.adapts_table or bool(self.gradients.left)
         return trains_before or self.hooks_inputs
 
     @property
@@ -630,8 +502,8 @@ class TrainingStep:
 
     def _around_layers(self, *, after_layers: bool, in_encoder: bool = False) -> Group:
         head = masked_head_saved(self.model, self.targets, self.dtypes, self.method, r=self.r)
-        if self.label_points is not None:
-            saved = self.label_points.saved_tensors
+        if self.loss.label_points is not None:
+            saved = self.loss.label_points.saved_tensors
             head = tuple(listed_tensors(saved, 1, r=self.r, **self.sized))
         tensors = (
             *outside_saved(
@@ -644,7 +516,7 @@ class TrainingStep:
                 has_leaf=bool(self.leaf_embedding_bytes),
                 joins_rows=bool(self.method.virtual_tokens),
                 keeps_head_input=self._keeps_head_input,
-                has_points=self.label_points is not None,
+                has_points=self.loss.label_points is not None,
             ),
             self._padding_around(in_encoder=in_encoder),
             *(head if after_layers else ()),
@@ -656,7 +528,7 @@ class TrainingStep:
 
     @property
     def _keeps_head_input(self) -> bool:
-        is_trained = self.method.trains_base or bool(self.trained_head_bytes)
+        is_trained = self.method.trains_base or bool(self.gradients.trained_head_bytes)
         return is_trained and LOSS_HEADS[self.run.loss_head].keeps_input
 
     def _padding_around(self, *, in_encoder: bool) -> Tensor:
@@ -683,36 +555,6 @@ class TrainingStep:
             num_bytes = num_bytes + self.saved_encoder_out
         return Tensor("further tokens of the encoder's sequences", constant=num_bytes)
 
-    @cached_property
-    def label_points(self) -> LabelPoints | None:
-        """The head for labels, what makes an embedding, or an adapted head, and its loss.
-
-        A loss in chunks, too.
-
-        None of other models.
-        """
-        return self._label_points_of(sequences=2)
-
-    def _label_points_of(self, *, sequences: int) -> LabelPoints | None:
-        model, dtypes = self.model, self.dtypes
-        chunked_loss = self.trainer.chunked_loss(self.run)
-        on_tape = self.adapts_head or chunked_loss is not None
-        if model.label_head is None and model.pooling is None and not on_tape:
-            return None
-        layers = [layer for layer, _ in model.layers()]
-        return label_points(
-            model,
-            dtypes,
-            self.method,
-            self.targets,
-            stream=stream_bytes(layers[-1], dtypes, after_norm=model.starts_in_layer_norm),
-            form=loss.cross_entropy_form(model, dtypes, sequences=sequences),
-            loss_head=self.run.loss_head,
-            chunked_loss=chunked_loss,
-            trains_head=bool(self.head_gradient),
-            widens_outputs=self.trainer.widens_outputs,
-        )
-
     @property
     def adapts_table(self) -> bool:
         """Whether the token table has an adapter."""
@@ -722,16 +564,6 @@ class TrainingStep:
     def adapts_head(self) -> bool:
         """Whether the vocabulary's head has an adapter."""
         return adapts_head(self.model, self.targets)
-
-    @property
-    def evaluated_head_bytes(self) -> Count:
-        """Bytes of an adapted head and its loss without a graph; 0 for other heads."""
-        if not self.adapts_head or self.label_points is None:
-            return 0 * self.tokens
-        return self._in_labels(self.label_points.evaluated)
-
-    def _in_labels(self, points: tuple[LinearForm, ...]) -> Count:
-        return largest(most(points, r=self.r, **self.sized), 0 * self.tokens)
 
     @cached_property
     def outside(self) -> Group:
@@ -759,22 +591,6 @@ class TrainingStep:
         """`table_bytes` of a head that is tied to the embedding."""
         return self.table_bytes * self.model.head_tied
 
-    @property
-    def further_head_copies(self) -> Count:
-        """16-bit copies of an fp32 head that chunks of its tokens save, but for the first.
-
-        Kind: exact. Source: torch 2.13 `autocast_mode.cpp`, `cached_cast`: of frozen weights none
-        is cached; litgpt 0.5.13 `GPT.forward`, `lm_head_chunk_size`.
-        """
-        computed, head = self.trainer.chunked_loss(self.run), self.model.head
-        is_cast = self.dtypes.under_autocast and self.dtypes.head_bytes > self.dtypes.compute_bytes
-        if computed is None or not computed.positions or not computed.by_head:
-            return 0 * self.tokens
-        if head is None or not is_cast:
-            return 0 * self.tokens
-        copy = head.num_weights * self.dtypes.compute_bytes
-        return (ceil_div(self.seq_len, computed.positions) - 1) * copy
-
     @cached_property
     def saved_for_backward(self) -> Entry:
         """Tensors saved for the backward when the forward is done."""
@@ -786,157 +602,6 @@ class TrainingStep:
         return listed(self.passes.fact, *self.passes.groups, self.outside_in_layers)
 
     # --- the worst points -----------------------------------------------------------------------
-
-    @property
-    def scored_tokens(self) -> Count:
-        """Positions that the head projects: TRL's fused one leaves out each row's last.
-
-        Where there is no Triton it projects those without a label, too.
-
-        Kind: exact. Source: TRL 1.16 `_fused_forward`; transformers 5.23 projects all and pads the
-        labels.
-        """
-        scored = self.trainer.scored_tokens(self.run)
-        if scored is not None and self.dtypes.backend.has_triton:
-            return self.batch_size * scored
-        return self.tokens - self.batch_size * LOSS_HEADS[self.run.loss_head].leaves_out_last
-
-    def _in_loss(self, formula: Callable[..., Count]) -> Count:
-        """A formula of `memory.loss` for this step."""
-        return formula(
-            self.model,
-            self.dtypes,
-            self.trainer,
-            tokens=self.scored_tokens,
-            loss_head=self.run.loss_head,
-        )
-
-    def _in_logits_loss(
-        self, formula: Callable[..., Count], computed: LogitsLoss, **further: bool
-    ) -> Count:
-        """A formula of `memory.logits_loss` for this step."""
-        return formula(
-            self.model,
-            self.dtypes,
-            self.trainer,
-            computed,
-            tokens=self.tokens,
-            sequences=self.batch_size,
-            **further,
-        )
-
-    @property
-    def compared(self) -> Entry | None:
-        """Logits of the policy, while the reference computes those that they are compared with."""
-        computed = self.trainer.logits_loss(self.run)
-        if computed is None:
-            return None
-        return Entry(logits_loss.COMPARED, self._in_logits_loss(logits_loss.held_bytes, computed))
-
-    @property
-    def reference_loss_bytes(self) -> Count:
-        """Bytes that the reference's head and the comparison of its logits allocate."""
-        computed = self.trainer.logits_loss(self.run)
-        if computed is None:
-            return self.loss_forward_bytes
-        return self._in_logits_loss(logits_loss.reference_bytes, computed)
-
-    @property
-    def loss_facts(self) -> tuple[Fact, Fact]:
-        """Facts of the loss's forward and of its backward."""
-        if self.trainer.logits_loss(self.run) is not None:
-            return logits_loss.LOSS_FORWARD, logits_loss.LOSS_BACKWARD
-        if self.label_points is not None:
-            if self.model.pooling is not None:
-                return loss.EMBEDDINGS_FORWARD, loss.EMBEDDINGS_BACKWARD
-            if self.trainer.chunked_loss(self.run) is not None:
-                return loss.CHUNKED_FORWARD, loss.CHUNKED_BACKWARD
-            if self.adapts_head:
-                return loss.ADAPTED_FORWARD, loss.ADAPTED_BACKWARD
-            return loss.LABELS_FORWARD, loss.LABELS_BACKWARD
-        return loss.LOSS_FORWARD, loss.LOSS_BACKWARD
-
-    @cached_property
-    def loss_forward_bytes(self) -> Count:
-        computed = self.trainer.logits_loss(self.run)
-        if computed is not None:
-            return self._in_logits_loss(
-                logits_loss.forward_bytes, computed, has_reference=self.has_reference
-            )
-        if self.label_points is not None:
-            several = self._in_labels(self.label_points.forward)
-            one_row = self._label_points_of(sequences=1)
-            if one_row is None or not self.adapts_head:
-                return several
-            in_loss = where(self.batch_size > 1, several, self._in_labels(one_row.forward))
-            return largest(in_loss, self._widened_outputs_bytes)
-        made = loss.unsloth_head_forward(self.model, self.dtypes) * self._trains_fused_head
-        forward = partial(
-            loss.loss_forward_bytes,
-            sequences=self.batch_size,
-            trained_head=self.trained_head_bytes,
-        )
-        return largest(self._in_loss(forward) + made, self._widened_outputs_bytes)
-
-    @cached_property
-    def widened_cache(self) -> tuple[int, ...]:
-        """Elements per token of each fp32 copy of cached keys or values that the caller gets."""
-        checkpointed = bool(self.run.gradient_checkpointing)
-        return kv_cache.widened_cache(self.model, self.dtypes, checkpointed=checkpointed)
-
-    @property
-    def _widened_outputs_bytes(self) -> Count:
-        """Bytes beside what all layers save while the caller's copies of outputs are made.
-
-        `convert_outputs_to_fp32` is around autocast, whose cache is empty by then.
-        """
-        cached = 4 * sum(self.widened_cache)
-        formula = partial(
-            loss.widened_outputs_bytes,
-            sequences=self.batch_size,
-            cached=cached,
-            has_points=self.adapts_head,
-        )
-        return self._in_loss(formula) + self.widened_encoder_out - self.autocast_copies
-
-    @property
-    def widened_encoder_out(self) -> Count:
-        """Bytes of the fp32 copy of the encoder's output, which is among the outputs, too.
-
-        Autocast makes the result of a LayerNorm fp32 by itself.
-        """
-        dtypes = self.dtypes
-        is_copied = (
-            self.trainer.widens_outputs and dtypes.under_autocast and dtypes.stream_bytes == 2
-        )
-        ends_wide = any(norm.kind == "layer" for norm in self.model.groups[0].layer.norms)
-        is_copied = is_copied and bool(self.second_stack) and not ends_wide
-        return 4 * self.source_tokens * self.model.hidden_size * is_copied
-
-    @property
-    def _trains_fused_head(self) -> bool:
-        """Whether Unsloth's loss makes the gradient of a head."""
-        return self.run.loss_head == "unsloth-fused" and bool(self.head_gradient)
-
-    @cached_property
-    def loss_backward_bytes(self) -> Count:
-        computed = self.trainer.logits_loss(self.run)
-        if computed is not None:
-            return self._in_logits_loss(logits_loss.backward_bytes, computed)
-        if self.label_points is not None:
-            return self._in_labels(self.label_points.backward)
-        made = loss.unsloth_head_backward(self.model, self.dtypes) * self._trains_fused_head
-        backward = partial(loss.loss_backward_bytes, trained_head=self.trained_head_bytes)
-        return self._in_loss(backward) + made
-
-    @cached_property
-    def kept_logits_bytes(self) -> Count:
-        """Bytes of logits that the caller holds during the backward."""
-        # `Trainer.compute_loss` of transformers 5.23 returns the loss alone: its local `outputs`,
-        # the last name of the logits, goes before `accelerator.backward` begins
-        if self.trainer.outputs_held(self.run) == "until_loss":
-            return 0 * self.tokens
-        return self._in_loss(loss.kept_logits_bytes)
 
     @cached_property
     def layer_backward_bytes(self) -> Count:
@@ -1003,163 +668,6 @@ class TrainingStep:
 
     # --- gradients ------------------------------------------------------------------------------
 
-    @cached_property
-    def all_gradients(self) -> Count:
-        if self.frees_gradients:
-            return 0 * self.num_trained
-        total = gradient_bytes(self.tensors) + 0 * self.num_trained
-        for linear, count in adapted_linears(self.model, self.targets):
-            remainders = self.method.gradient_remainders(linear, self.dtypes, self.r)
-            total = total + count * linear.count * remainders
-        return total
-
-    @cached_property
-    def tied_params(self) -> int:
-        """Elements of the matrix that turns hidden states into logits."""
-        if self.model.head is not None:
-            return self.model.head.num_weights
-        if self.model.label_head is not None:
-            return self.model.label_head.projection.num_weights
-        head = self.model.masked_head
-        width = self.model.embeddings[0].width if head is None else head.width
-        return width * loss.logit_width(self.model)
-
-    @property
-    def tied_gradients_wait(self) -> bool:
-        """Whether a trained head is tied to the embedding, so that their gradients are summed."""
-        head = self.model.masked_head
-        is_tied = self.model.head_tied or (head is not None and head.tied)
-        return self.method.trains_base and is_tied
-
-    @property
-    def adds_tied_in_place(self) -> bool:
-        """Whether both gradients of a tied head are summed in place.
-
-        Source: torch 2.13 `InputBuffer::accumulate`: in place, unless a tensor is a view, as the
-        `mm` of a head leaves its gradient; autocast's cast and a fused head make new tensors.
-        """
-        is_cast = self.dtypes.under_autocast and self.param_bytes == 4
-        computed = self.trainer.chunked_loss(self.run)
-        is_sum = computed is not None and computed.by_head  # of those of all chunks
-        return is_cast or is_sum or LOSS_HEADS[self.run.loss_head].in_tiles
-
-    @property
-    def trained_head_bytes(self) -> int:
-        """Bytes of one element of a head that is trained, or of its copy; 0 for a frozen one."""
-        if not self.head_gradient:
-            return 0
-        return self.dtypes.head_bytes if self.method.trains_base else self.dtypes.copy_bytes
-
-    @cached_property
-    def head_gradient(self) -> int:
-        """Bytes of the head's gradient, the first of a backward; 0 where the head is frozen."""
-        if self.method.trains_base:
-            return self.tied_params * self.param_bytes
-        return int(
-            gradient_bytes(module for module in self.saved_modules if not module.is_embedding)
-        )
-
-    @property
-    def gradients_of_term(self) -> Count:
-        """Gradients of a loss term on the adapters, which come before the layers' backward."""
-        return self.all_gradients * self.method.in_loss
-
-    @cached_property
-    def gradients_in_layers(self) -> Count:
-        """Gradients of this micro-step, beside those of layers, during the layers' backward.
-
-        With accumulation all of them are there since earlier micro-steps, and torch's
-        `AccumulateGrad` adds in place; only of a tied head a second one waits.
-        """
-        gradient = self.head_gradient + 0 * self.num_trained
-        if self.accumulates or self.frees_gradients:
-            gradient = gradient * self.tied_gradients_wait
-        of_head = self._gradients_of(() if self.model.head is None else (self.model.head,))
-        of_head = of_head * (not self.method.trains_base)  # else `head_gradient` is it
-        return gradient + of_head + self.merging_gradients + self.gradients_of_term
-
-    def _gradients_of(self, linears: Iterable[Linear]) -> Count:
-        """Gradients of matrices around the layers, or of their adapters."""
-        total: Count = 0 * self.num_trained
-        for linear in linears:
-            if self.method.trains_base:
-                total = total + linear.num_params * self.param_bytes
-            elif linear.rank_multiple and linear.name in self.targets:
-                total = total + self.method.gradient_bytes(linear, self.dtypes, self.r)
-        return total * (not self.gradients_wait)
-
-    @cached_property
-    def merging_gradients(self) -> Count:
-        """Gradients of matrices after the last layer, which come before those of layers."""
-        streams = self.model.streams
-        return self._gradients_of(() if streams is None else streams.merging)
-
-    @cached_property
-    def _gradients_before_layers(self) -> Count:
-        """Gradients of matrices that make the inputs of layers, and further streams."""
-        model = self.model
-        expanding = () if model.streams is None else model.streams.expanding
-        projecting = () if model.layer_input_norm is None else model.head_linears
-        return self._gradients_of((*projecting, *expanding))
-
-    @cached_property
-    def late_gradients(self) -> Count:
-        """Gradients of this micro-step during the first layer's backward, which comes last."""
-        gradients = self.gradients_in_layers
-        of_first = largest(*(self.layers[number].gradients for number in self.first_kinds))
-        if self.method.in_loss and self.accumulates:
-            gradients = gradients - self.gradients_of_term + of_first
-        elif not self.gradients_wait:
-            gradients = self.all_gradients - of_first - self.embedding_gradients
-            gradients = gradients - self.tower_gradients - self._gradients_before_layers
-            gradients = gradients - self._outer_params * outer_bytes(self.dtypes)
-            # the first layer adds to them, so that its own backward counts them
-            gradients = gradients - self._gathered_params * self.dtypes.adapter_bytes
-        for number, (layer, count) in enumerate(self.model.layers()):
-            unwanted = unwanted_gradient_bytes(layer, self.targets, self.method, self.dtypes)
-            gradients = gradients + (count - (number == 0)) * unwanted
-        return gradients
-
-    @property
-    def _outer_params(self) -> int:
-        return sum(tensor.num_trained for tensor in self.method.outer_tensors(self.model))
-
-    @property
-    def _gathered_params(self) -> Count:
-        """Parameters of one layer's part in trained tensors that several layers read."""
-        linears = adapted_linears(self.model, self.targets)
-        return sum(t.rows * t.width for t in self.method.shared_tensors(linears, self.r))
-
-    @property
-    def embedding_gradients(self) -> Count:
-        """Gradients of embedding tables, which come after all layers."""
-        # `embedding_dense_backward` of torch 2.13 makes a gradient of all rows of the table,
-        # however few of them the batch has
-        size = gradient_bytes(module for module in self.saved_modules if module.is_embedding)
-        if self.adapts_table:
-            table = token_table(self.model)
-            size = size + self.method.gradient_bytes(table, self.dtypes, self.r)
-        if self.method.trains_base:
-            looked_up = self.model.embeddings[int(self.model.head_tied) :]
-            trained = sum(table.num_params for table in looked_up if table.trains)
-            size = size + trained * self.param_bytes
-        return size
-
-    @property
-    def table_gradient(self) -> int:
-        """Gradient of the token embedding, where it is trained."""
-        if self.method.trains_base:
-            table = self.model.embeddings[0]
-            return table.num_params * self.param_bytes * table.trains
-        return int(gradient_bytes(module for module in self.saved_modules if module.is_embedding))
-
-    @property
-    def left_gradient(self) -> int:
-        """Gradient of a frozen token table that is made in each backward, and added up."""
-        if not self.trainer.leaves_table_gradient(self.run):
-            return 0
-        return self.model.embeddings[0].num_params * self.dtypes.embedding_bytes
-
     @property
     def updated_last(self) -> tuple[Trained, ...]:
         """What the optimizer updates at once in the end: all, or the largest tensor alone.
@@ -1170,19 +678,6 @@ class TrainingStep:
             return self.tensors
         largest_one = max(self.tensors, key=lambda each: each.param_bytes * each.num_params)
         return (replace(largest_one, count=1),)
-
-    @property
-    def looked_up_gradient(self) -> Count:
-        """That of the factor whose rows an adapter of the token table looks up."""
-        if not self.adapts_table:
-            return 0
-        (rows, width), _ = self.method.adapter_shapes(token_table(self.model), self.r)
-        return rows * width * self.dtypes.adapter_bytes
-
-    @cached_property
-    def first_stack_gradients(self) -> Count:
-        of_stack = (self.layers[i].count * self.layers[i].gradients for i in self.first_stack)
-        return sum(of_stack, 0 * self.num_trained)
 
     @cached_property
     def autocast_copies(self) -> Count:

@@ -28,12 +28,7 @@ from whichlora.memory.event_list import (
 from whichlora.memory.gradients import Trained
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.tower_events import (
-    PLACE_BYTES,
-    TowerPass,
-    TowerPlayer,
-    trained_matrices,
-)
+from whichlora.memory.tower_events import PLACE_BYTES, TowerPass, TowerPlayer, trained_matrices
 from whichlora.spec.architecture import Embedding, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.layer import Layer, Linear
 from whichlora.spec.targets import adapted, token_table
@@ -89,7 +84,7 @@ class StepEvents(TowerPlayer):
     def load(self) -> None:
         """Weights in the order of the modules, then the adapters."""
         play_loading(self.list, self.step.model, self.step.dtypes)
-        self.list.stay([self.step.left_gradient] if self.step.left_gradient else [], 1)
+        self.list.stay([self.step.gradients.left] if self.step.gradients.left else [], 1)
         if not self.step.method.trains_base:
             for tensors, times in self.trained:
                 sizes = [tensor.num_params * tensor.param_bytes for tensor in tensors]
@@ -279,7 +274,7 @@ class StepEvents(TowerPlayer):
             step.targets,
             stream=stream_bytes(last, step.dtypes, after_norm=step.model.starts_in_layer_norm),
             form=loss.cross_entropy_form(step.model, step.dtypes, sequences=step.batch_size),
-            trains_head=bool(step.head_gradient),
+            trains_head=bool(step.gradients.of_head),
             loss_head=step.run.loss_head,
             logits_loss=step.trainer.logits_loss(step.run),
             chunked_loss=step.trainer.chunked_loss(step.run),
@@ -287,8 +282,8 @@ class StepEvents(TowerPlayer):
             sequences=step.batch_size,
             holds_outputs=step.trainer.outputs_held(step.run) != "until_loss",
             widens_outputs=step.trainer.widens_outputs,
-            widened_cache=step.widened_cache,
-            accumulated=accumulated and not step.tied_gradients_wait,
+            widened_cache=step.loss.widened_cache,
+            accumulated=accumulated and not step.gradients.tied_wait,
         )
         size, fixed = self._stream_bytes(step, last), {}
         if first and self._workspace:
@@ -376,7 +371,7 @@ class StepEvents(TowerPlayer):
         if not (number and step.has_two_lengths):
             return []
         leaves = 2 * step.tokens * step.leaf_embedding_bytes
-        return [self.list.born(int(step.decoder_zeros_bytes + leaves))]
+        return [self.list.born(int(step.masks.decoder_zeros_bytes + leaves))]
 
     @cached_property
     def _keeps_encoder_out(self) -> bool:
@@ -410,7 +405,7 @@ class StepEvents(TowerPlayer):
 
         rows, stream, embedded = self._embed(step, look, accumulated=accumulated)
         around = self._shared(step)
-        unnamed = [self.list.born(num_bytes) for num_bytes in step.unnamed_masks]
+        unnamed = [self.list.born(num_bytes) for num_bytes in step.masks.unnamed]
         instances: list[Instance] = []
         for block in self._asking_blocks(step, accumulated=accumulated, first=first and not seen):
             if step.run.gradient_checkpointing:
@@ -527,15 +522,15 @@ class StepEvents(TowerPlayer):
         Source: torch 2.13 `InputBuffer::accumulate`: in place, unless the head's is a view.
         """
         step, is_last = self.step, model is self.stacks[-1].model
-        if step.left_gradient:  # is added to what earlier steps have left
-            self.list.die(self.list.born(step.left_gradient))
+        if step.gradients.left:  # is added to what earlier steps have left
+            self.list.die(self.list.born(step.gradients.left))
         is_shared = len(self.stacks) > 1 and not model.splits_embeddings
         width = step.param_bytes if step.method.trains_base else step.dtypes.copy_bytes
         for table in self._trained_tables(model):
             size = table.num_elements * width
             gradient = self.list.born(size)
             if table is model.embeddings[0]:
-                if is_last and step.tied_gradients_wait:
+                if is_last and step.gradients.tied_wait:
                     gradient = self._sum_of_tied(head, gradient, size, accumulated=accumulated)
                 if is_last and is_shared:
                     self._waiting_gradient = gradient
@@ -550,7 +545,7 @@ class StepEvents(TowerPlayer):
 
     def _sum_of_tied(self, head: Instance, gradient: int, size: int, *, accumulated: bool) -> int:
         """The number of the sum of `gradient` and of the head's."""
-        in_place = self.step.adds_tied_in_place
+        in_place = self.step.gradients.adds_tied_in_place
         result = gradient if in_place else self.list.born(size)
         self._parameters = [pair for pair in self._parameters if pair[0] is not head]
         self._kill(head, head.block.events.parameters)
@@ -564,7 +559,7 @@ class StepEvents(TowerPlayer):
         Source: transformers 5.23 `LlamaModel.forward`.
         """
         rotary_bytes = activations.rotary_bytes(step.model, step.dtypes, span=step.seq_len)
-        masks = [self.list.born(size) for size in step.kept_masks]
+        masks = [self.list.born(size) for size in step.masks.kept]
         return [*masks, *self._rotary(rotary_bytes, stream_bytes=step.dtypes.stream_bytes)]
 
     def optimizer_step(self, *, first: bool) -> None:

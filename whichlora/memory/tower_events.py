@@ -220,7 +220,7 @@ class TowerPlayer(TowerForwardPlayer):
             tower.forward,
             self._asking_blocks(tower, accumulated=accumulated, first=first),
             self._projector_block(tower, accumulated=accumulated),
-            masks=tower.kept_masks,
+            masks=tower.masks.kept,
             step=tower,
         )
         for _ in range(tower.tower.copies):

@@ -134,7 +134,7 @@ def least_parts(step: TrainingStep) -> dict[str, Count]:
     return {
         "weights": added(entry.num_bytes for entry in weights),
         "activations": step.saved_for_backward.num_bytes,
-        "logits_and_loss": largest(step.loss_forward_bytes, step.loss_backward_bytes),
+        "logits_and_loss": largest(step.loss.forward_bytes, step.loss.backward_bytes),
     }
 
 
@@ -144,7 +144,8 @@ def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:
     Kind: estimate. Source: `allocator.idle_after_step_bytes`.
     """
     peak = ledger.peak_allocated_bytes
-    in_loss = largest(step.loss_forward_bytes, step.loss_backward_bytes + step.kept_logits_bytes)
+    in_backward = step.loss.backward_bytes + step.loss.kept_logits_bytes
+    in_loss = largest(step.loss.forward_bytes, in_backward)
     in_layer = step.layer_backward_bytes
     idle = _idle_after_layers(step, in_loss, in_layer)
     # these segments are idle while layers run; a later peak is cut from what they left

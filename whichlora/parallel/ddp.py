@@ -44,7 +44,7 @@ def bucket_bytes(step: TrainingStep) -> Count:
 
     Kind: exact. Source: torch 2.13 `Reducer::initialize_buckets`.
     """
-    return step.all_gradients
+    return step.gradients.total
 
 
 def _check(step: TrainingStep, spread: Spread) -> None:
@@ -91,7 +91,7 @@ def _as_views(step: TrainingStep, name: str, entries: tuple[Entry, ...]) -> tupl
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
-    total = rank.step.all_gradients
+    total = rank.step.gradients.total
     full = floor_div(total, BUCKET_BYTES)
     buckets = (
         ("full buckets", BUCKET_BYTES, full),

@@ -322,7 +322,7 @@ class Partitioned:
         Kind: upper bound: the last bucket may be less full. Source: deepspeed 0.19.8
         `allreduce_bucket`; `reduce_scatter_coalesced` of stage 3.
         """
-        return smallest(self.bucket_bytes, self.step.all_gradients)
+        return smallest(self.bucket_bytes, self.step.gradients.total)
 
     @property
     def waiting_bytes(self) -> Count:
@@ -599,7 +599,7 @@ def gathered_once(rank: RankKind, spread: Spread) -> Message:
     return Message(
         what="updated parameters",
         collective="all_gather",
-        num_bytes=step.all_gradients,  # as wide as the parameters
+        num_bytes=step.gradients.total,  # as wide as the parameters
         count=1,
         size=spread.size,
         micro_steps=1,
@@ -614,7 +614,7 @@ def num_reductions(step: TrainingStep, spread: Spread) -> Count:
     """
     bucket = bucket_elements(step, spread) * step.param_bytes
     tensors = sum(tensor.count for tensor in step.tensors)
-    return largest(1, smallest(ceil_div(step.all_gradients, bucket), tensors))
+    return largest(1, smallest(ceil_div(step.gradients.total, bucket), tensors))
 
 
 def reduced(rank: RankKind, spread: Spread, *, micro_steps: int | None) -> Message:
@@ -627,7 +627,7 @@ def reduced(rank: RankKind, spread: Spread, *, micro_steps: int | None) -> Messa
     return Message(
         what="gradients",
         collective="all_reduce",
-        num_bytes=step.all_gradients // number,
+        num_bytes=step.gradients.total // number,
         count=number * (micro_steps or step.run.gradient_accumulation_steps),
         size=spread.size,
         hidden_by="backward" if spread.options["overlap_comm"] else "nothing",
@@ -706,7 +706,7 @@ def replicated_moments(
         changed["bucket_reduced"] = reducing(part, changed["first_layer_backward"])
     resting = resting_entries(part, moments)
     if not partitions_gradients:
-        all_gradients = Entry(one_device.ALL_GRADIENTS, step.all_gradients)
+        all_gradients = Entry(one_device.ALL_GRADIENTS, step.gradients.total)
         changed["gradients_reduced"] = (
             *resting,
             Entry(one_device.ALL_GRADIENTS, part.waiting_head) if buckets_take else all_gradients,
@@ -719,10 +719,10 @@ def replicated_moments(
         if step.dtypes.libraries.widens_overflow_check:  # of the whole gradient
             norm = Entry(OVERFLOW_COPIES, part.largest_trained * sum(OVERFLOW_BYTES))
         # `set_norm_for_param_grad_in_gpu` of each gradient, on its way to the host
-        copied = part.largest_trained * part.width if partitions_gradients else step.all_gradients
+        copied = part.largest_trained * part.width if partitions_gradients else step.gradients.total
         leaving = (Entry(WAITING, copied), buckets, norm)
         changed["last_gradient_to_host"] = (*resting, *leaving)
-        if partitions_gradients and step.head_gradient and not step.tied_gradients_wait:
+        if partitions_gradients and step.gradients.of_head and not step.gradients.tied_wait:
             before = without(changed["layer_backward"], one_device.LAYER_BACKWARD, WAITING, BUCKETS)
             changed["first_gradient_to_host"] = (*before, *leaving)
     else:

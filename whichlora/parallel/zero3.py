@@ -685,7 +685,7 @@ def trained_table_bytes(step: TrainingStep) -> Count:
 
     Kind: exact. Source: torch `embedding_dense_backward`.
     """
-    if not step.method.trains_base or step.tied_gradients_wait:
+    if not step.method.trains_base or step.gradients.tied_wait:
         return 0
     return step.model.embeddings[0].num_params * step.param_bytes
 
@@ -891,7 +891,7 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
         Message(
             what="gradients",
             collective="reduce_scatter",
-            num_bytes=step.all_gradients // reductions,
+            num_bytes=step.gradients.total // reductions,
             count=steps * reductions,
             size=spread.size,
             hidden_by="backward" if overlaps else "nothing",

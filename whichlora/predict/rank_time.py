@@ -76,7 +76,7 @@ def _of_micro_batches(step: TrainingStep) -> work.Work:
         batch_size=_sequences(step),
         seq_len=step.seq_len,
         update=update_of_step(step),
-        scored=step.scored_tokens,
+        scored=step.loss.scored_tokens,
         logits_loss=step.trainer.logits_loss(step.run),
         num_forwards=step.num_forwards,
     )
