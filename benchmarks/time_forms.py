@@ -44,7 +44,7 @@ DEVICE_ROUNDS = 4  # of coefficients and devices' factors in turn
 TABLES = {
     "Training step on A100, a model never measured": "steps, A100, other model",
     "Decoding with transformers on A100, a model never measured": "decoding, A100, other model",
-    "Forward and backward in fp32, a GPU never measured": "forward and backward, other GPU",
+    "Forward and backward, a GPU never measured": "forward and backward, other GPU",
     "Forward in fp32, a GPU never measured": "forward, other GPU",
 }
 

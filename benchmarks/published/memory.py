@@ -151,6 +151,10 @@ EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
         "eager scores of GPT-NeoX, which its release widens and the run, it seems, did not",
     ),
     (
+        lambda one: one.source == "training_pages",
+        "on an AMD card, whose workspaces nobody has compared",
+    ),
+    (
         lambda one: one.source == "inference_pages" and one.quantity.startswith("perhaps"),
         "neither the counter nor the releases are stated",
     ),

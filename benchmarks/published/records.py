@@ -39,6 +39,14 @@ ONE_SHAPE = (
     "transformers_docs",
     "trl_notebooks",
 )
+UNDATED = (  # pages that do not say when they measured, of which no record can be made
+    "inference_pages",
+    "qwen3_speed",
+    "training_pages",
+    "transformers_sdpa",
+    "transformers_sdpa_generate",
+    "universal_llm_trainer",
+)
 FIELDS: dict[Quantity, str] = {
     "step_s": "step_s",
     "prefill_s": "prefill_s",

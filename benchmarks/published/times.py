@@ -129,7 +129,8 @@ class TimeSample:
     @property
     def teaches(self) -> bool:
         """Whether a fit learns from it, as the shipped ones do."""
-        return not self.observation.waits and self.observation.source not in records.ONE_SHAPE
+        untaught = (*records.ONE_SHAPE, *records.UNDATED)
+        return not self.observation.waits and self.observation.source not in untaught
 
 
 def samples_of(
@@ -214,7 +215,7 @@ HELD_OUT: dict[str, tuple[tuple[Quantity, ...], str, str, Callable[[Observation]
         "decode",
         _short,
     ),
-    "Forward and backward in fp32, a GPU never measured": (
+    "Forward and backward, a GPU never measured": (
         ("forward_backward_s",),
         "",
         "finetune",

@@ -36,6 +36,7 @@ CELLS = {
     "fsdp_qlora": (24, 64),
     "github_issues": (0, 8),
     "glm4": (12, 16),
+    "inference_pages": (38, 0),
     "jenga_reproduction": (36, 0),
     "lambda_benchmark": (36, 0),
     "litgpt_config_hub": (29, 0),
@@ -50,11 +51,16 @@ CELLS = {
     "qwen1_inference": (54, 66),
     "qwen25_speed": (145, 60),
     "qwen2_speed": (126, 48),
+    "qwen3_speed": (100, 32),
     "qwen_readme_finetune": (68, 22),
     "torchtune_docs": (0, 16),
     "torchtune_readme": (6, 4),
+    "training_pages": (7, 0),
     "transformers_docs": (18, 0),
+    "transformers_sdpa": (238, 2),
+    "transformers_sdpa_generate": (172, 0),
     "trl_notebooks": (2, 1),
+    "universal_llm_trainer": (42, 13),
     "unsloth_notebooks": (38, 16),
 }
 
@@ -244,7 +250,7 @@ def test_a_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) -> N
 TIME_BOUNDS = {
     "Training step on A100, a model never measured": (0.10, 0.85, 0.95),
     "Decoding with transformers on A100, a model never measured": (0.12, 0.85, 0.95),
-    "Forward and backward in fp32, a GPU never measured": (0.11, 0.85, 0.97),  # of 29
+    "Forward and backward, a GPU never measured": (0.11, 0.85, 0.97),
     "Forward in fp32, a GPU never measured": (0.10, 0.85, 0.95),
 }
 
@@ -275,7 +281,7 @@ def test_intervals_of_the_priors_hold_what_they_state(phase: str, most: float) -
 
 
 def test_the_compared_forms_hold_the_one_that_is_used() -> None:
-    samples = times.time_rows("Forward and backward in fp32, a GPU never measured")
+    samples = times.time_rows("Forward and backward, a GPU never measured")
     gpu = published.gpu_of("v100-pcie-32gb")
     used = fit_phases({"finetune": [one.sample for one in samples]}, gpu)["finetune"]
     means = [time_forms.fitted(form, samples, "finetune", gpu).mean for form in time_forms.FORMS]
