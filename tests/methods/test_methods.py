@@ -461,7 +461,7 @@ def test_virtual_tokens_lengthen_the_sequence_of_all_layers() -> None:
     job = smol_run("prompt-tuning", seq_len=448, method_options=options)
     step, plain = training_step(job), training_step(smol_run("lora", seq_len=512))
     assert step.seq_len == plain.seq_len
-    assert step.loss.backward_bytes == plain.loss_backward_bytes
+    assert step.loss.backward_bytes == plain.loss.backward_bytes
     with pytest.raises(ConfigError, match="is predicted for decoders"):
         resolve(find_model("google-t5/t5-base"), replace(job.run, model="t5"), A100)
 

@@ -135,7 +135,7 @@ def test_adapters_before_the_first_layer_let_a_gradient_through_it() -> None:
     )
     assert everywhere.gives_input_gradient
     assert not inside.gives_input_gradient
-    assert everywhere.merging_gradients > inside.merging_gradients == 0
+    assert everywhere.gradients.of_merging > inside.gradients.of_merging == 0
 
 
 def test_keys_for_later_layers_live_through_the_forward_where_no_kernel_reads_them() -> None:

@@ -213,8 +213,8 @@ def test_a_trained_head_has_its_gradient_in_the_loss(
     )
     assert unsloth_head_forward(trained.model, trained.dtypes) == forward * WORDS
     assert unsloth_head_backward(trained.model, trained.dtypes) == backward * WORDS
-    assert trained.loss.forward_bytes - frozen.loss_forward_bytes == forward * WORDS
-    assert trained.loss.backward_bytes - frozen.loss_backward_bytes == backward * WORDS
+    assert trained.loss.forward_bytes - frozen.loss.forward_bytes == forward * WORDS
+    assert trained.loss.backward_bytes - frozen.loss.backward_bytes == backward * WORDS
 
 
 def test_the_rate_of_embeddings_narrows_their_states() -> None:

@@ -62,9 +62,13 @@ def test_a_row_holds_no_larger_image_than_its_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", [4, 1])  # of which one has ZeRO's buffers, too
-def test_images_that_can_not_be_counted_leave_no_plain_yes(tmp_path: Path, gpus: int) -> None:
-    text = LLAMAFACTORY + "deepspeed: ds_z3_config.json\n"
-    found = predicted(tmp_path, text, gpus=gpus)
+def test_images_are_counted_where_deepspeed_divides_a_model(tmp_path: Path, gpus: int) -> None:
+    found = predicted(tmp_path, LLAMAFACTORY + "deepspeed: ds_z3_config.json\n", gpus=gpus)
+    assert (found.run.images, found.verdict) == (1, "fits")
+
+
+def test_images_that_can_not_be_counted_leave_no_plain_yes(tmp_path: Path) -> None:
+    found = predicted(tmp_path, LLAMAFACTORY, gpus=4, parallel="device-map")
     assert found.run.images == 0
     assert found.verdict == "undecided"
     assert "no image is counted, so that it may need more" in found.notes[0]

@@ -1042,8 +1042,9 @@ def _check(step: TrainingStep, spread: Spread) -> None:
     tower = step.model.tower
     if tower is not None and (tower.hears or tower.runs_idle):
         reads = "audios: sound is" if tower.hears else "images: a block that learns nothing is"
+        none = "audios 0" if tower.hears else "images 0"
         raise ConfigError(
-            f"{reads} not predicted under zero3 ({step.model.name}); use zero2, or ddp"
+            f"{reads} not predicted under zero3 ({step.model.name}); use zero2, ddp, or {none}"
         )
     if step.dtypes.quant in CHECKPOINT_QUANTS:
         raise ConfigError(
