@@ -68,7 +68,7 @@ def test_images_are_counted_where_deepspeed_divides_a_model(tmp_path: Path, gpus
 
 
 def test_images_that_can_not_be_counted_leave_no_plain_yes(tmp_path: Path) -> None:
-    found = predicted(tmp_path, LLAMAFACTORY, gpus=4, parallel="device-map")
+    found = predicted(tmp_path, LLAMAFACTORY.replace("stage: sft", "stage: dpo"), gpu="h200")
     assert found.run.images == 0
     assert found.verdict == "undecided"
     assert "no image is counted, so that it may need more" in found.notes[0]
