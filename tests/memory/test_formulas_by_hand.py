@@ -509,3 +509,33 @@ def test_a_quantised_cache_joins_what_is_new_to_a_second_copy_of_the_values(
     # keys and values expanded, then joined with the new tokens; the values' new ones once more
     joined = 2 * keys * (2 * quantised + fresh) + keys * (fresh - 1)
     assert held(run, "decode", quantised_cache.EXPANDED) == joined
+
+
+# --- classes of older releases
+
+
+def test_caches_of_views_keep_the_joint_projection_they_are_cut_from() -> None:
+    older, today = (_generation("openai-community/gpt2", each) for each in ("4.44.0", "5.23.0"))
+    queries = 12 * 768 * 2  # the third that is neither keys nor values, in 16 bit
+    assert kv_cache.viewed_bytes(older.model, older.dtypes) == queries
+    assert kv_cache.viewed_bytes(today.model, today.dtypes) == 0
+    masks = 12 * 1024 * 1024  # one of booleans in each layer
+    assert weights.older_buffer_bytes(older.model, older.dtypes) == masks
+    assert weights.older_buffer_bytes(today.model, today.dtypes) == 0
+
+
+def test_fp32_tables_of_gpt_neox_once_made_its_cached_keys_fp32() -> None:
+    older, today = (_generation("EleutherAI/pythia-410m", each) for each in ("4.42.0", "5.23.0"))
+    assert kv_cache.wide_key_elements(older.model, older.dtypes) == 24 * 1024
+    assert kv_cache.widened_keys_bytes(older.model, older.dtypes) == 24 * 1024 * (4 - 2)
+    assert kv_cache.widened_keys_bytes(today.model, today.dtypes) == 0
+    # its values alone are views of the joint projection
+    assert kv_cache.viewed_bytes(older.model, older.dtypes) == 24 * 2 * 1024 * 2
+    assert logits.prompt_logit_bytes(older.model, older.dtypes) == 2
+    assert logits.prompt_logit_bytes(today.model, today.dtypes) == 4
+
+
+def _generation(model: str, transformers: str) -> ResolvedRun:
+    libraries = (("transformers", transformers),)
+    run = RunConfig(model=model, phase="inference", quant="none", libraries=libraries)
+    return job(replace(run, precision="fp16"))
