@@ -20,7 +20,7 @@ from whichlora.memory.optimizer import TEMPORARIES
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import training_ledger
 from whichlora.memory.weights import LAYER_WEIGHTS, quantised_state_bytes
-from whichlora.parallel import deepspeed, get_strategy, zero3
+from whichlora.parallel import deepspeed, gathered_modules, get_strategy, zero3
 from whichlora.parallel.base import RankKind, Spread
 from whichlora.parallel.host_update import threads_of
 from whichlora.predict.coefficients import prior_calibration
@@ -96,12 +96,13 @@ def test_towers_in_stage_3_are_near_what_real_ranks_held() -> None:
 
 
 def test_a_tower_is_gathered_for_itself_and_kept_as_the_text_is() -> None:
-    seen = zero3.Seen(layers=1)
+    seen = gathered_modules.Seen(layers=1)
     (whole, near) = (live(seen=seen, max_reuse=distance, max_live=1) for distance in (10**9, 1))
     assert (whole.seen, whole.forward) == (50 + 20, 140)
     assert (near.seen, near.first_layer) == (10, 10)
-    frozen = live(seen=zero3.Seen(layers=1, goes_backward=False), max_reuse=10**9, max_live=1)
-    assert frozen.seen_backward == 0 < whole.seen_backward
+    frozen = gathered_modules.Seen(layers=1, goes_backward=False)
+    found = live(seen=frozen, max_reuse=10**9, max_live=1)
+    assert found.seen_backward == 0 < whole.seen_backward
 
 
 def test_a_block_that_learns_nothing_is_refused_in_stage_3() -> None:
@@ -227,7 +228,7 @@ def test_gradients_are_reduced_in_buckets() -> None:
 LINE = ((-1, 0, 50), (0, 1, 10), (0, 2, 10), (1, 3, 10), (1, 4, 10), (2, 5, 50))
 
 
-def live(**settings: Any) -> zero3.Live:
+def live(**settings: Any) -> gathered_modules.Live:
     options = {
         "checkpointed": False,
         "reads_table_again": True,
@@ -235,7 +236,7 @@ def live(**settings: Any) -> zero3.Live:
         "max_reuse": 10**9,
         "prefetch": 1,
     }
-    return zero3.live_parameters(LINE, **(options | settings))
+    return gathered_modules.live_parameters(LINE, **(options | settings))
 
 
 def test_a_model_smaller_than_the_reuse_distance_stays_gathered() -> None:
@@ -271,7 +272,7 @@ def test_adapters_are_gathered_beside_their_matrices() -> None:
     kept = zero3.live_of(kind.step, spread)
     whole = zero3.live_bytes(kind.step, spread, kept, "backward")
     assert whole == kept.total + 4 * kind.step.num_trained
-    keys = zero3.adapted_keys(kind.step)
+    keys = gathered_modules.adapted_keys(kind.step)
     assert len({key for key, _ in keys}) == 7 * MODEL.num_hidden_layers
 
 
@@ -333,7 +334,7 @@ def test_codes_are_gathered_as_bytes_and_their_scales_stay_whole() -> None:
     )
     totals = [zero3.live_of(step, spread).total for step in (wide.step, kind.step)]
     assert totals[0] - totals[1] == 2 * matrices - matrices // 2
-    widths = dict(zero3.element_widths(kind.step))
+    widths = dict(gathered_modules.element_widths(kind.step))
     assert set(widths.values()) == {1, 2}
     moments = zero3.STRATEGY.moments(kind, training_ledger(kind.step).moments, spread)
     (held,) = [e.num_bytes for e in moments["layer_forward"] if e.fact is LAYER_WEIGHTS]
