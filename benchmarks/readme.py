@@ -39,23 +39,35 @@ def printed(command: str) -> str:
     with tempfile.TemporaryDirectory() as empty:
         if "export" in arguments:
             arguments += ["--output", f"{empty}/job"]
-        output, faults = Path(empty) / "output", Path(empty) / "faults"
-        process = _FORKS.Process(target=_run, args=(arguments, empty, output, faults))
+        output, faults, status = (Path(empty) / name for name in ("output", "faults", "status"))
+        process = _FORKS.Process(target=_run, args=(arguments, empty, output, faults, status))
         process.start()
         process.join()
-        if process.exitcode:
-            sys.exit(f"{command}: exit code {process.exitcode}: {faults.read_text().strip()}")
+        # not `exitcode`: a process that another thread starts reads it first now and then, and 255
+        # is left
+        if not status.exists() or status.read_text() != "0":
+            said = faults.read_text().strip() if faults.exists() else "it did not start"
+            sys.exit(f"{command}: failed: {said}")
         text = output.read_text(encoding="utf-8").replace(f"{empty}/job/", "")
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n") + "\n"
 
 
-def _run(arguments: list[str], empty: str, output: Path, faults: Path) -> None:
-    """The command line with its own arguments, files for its streams and nothing measured."""
+def _run(arguments: list[str], empty: str, output: Path, faults: Path, status: Path) -> None:
+    """The command line with its own arguments, files for its streams and nothing measured.
+
+    How it ended is in `status`, which is not there after an exception.
+    """
     for descriptor, path in ((1, output), (2, faults)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ["WHICHLORA_CALIBRATION"] = empty
     sys.argv = arguments
-    run_module("whichlora", run_name="__main__", alter_sys=True)
+    code: object = 0
+    try:
+        run_module("whichlora", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code or 0
+    sys.stdout.flush()
+    status.write_text(str(code), encoding="utf-8")
 
 
 def write_or_check(page: Path, filled: str) -> None:
