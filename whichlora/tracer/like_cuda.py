@@ -438,7 +438,7 @@ def attention(
     if attn_mask is not None and attn_mask.dtype != query.dtype:
         # `convert_boolean_attn_mask`: an additive mask in the dtype of the query, in every layer
         if attn_mask.dtype == torch.bool:
-            # no name of the zeros stays beside the mask, as none does in `convert_boolean_attn_mask`
+            # no name of the zeros stays beside it, as none does in `convert_boolean_attn_mask`
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
                 attn_mask.logical_not(), float("-inf")
             )
