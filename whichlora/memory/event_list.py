@@ -159,6 +159,12 @@ class EventList:
             self.large_peak_bytes = large + chunk.large_most
         self._count(chunk)
 
+    def born_aside(self, num_bytes: int) -> Callable[[], None]:
+        """A tensor of another stream; what frees it."""
+        number, size = self.numbers(1), block_bytes(num_bytes)
+        self.play_aside([(number, size)])
+        return lambda: self.play_aside([(number, -size)])
+
     def play_aside(self, changes: Iterable[tuple[int, int]]) -> None:
         """Add births and deaths in another stream, of tensors by their numbers."""
         chunk = Chunk(changes)

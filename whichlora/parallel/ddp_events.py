@@ -70,12 +70,13 @@ def grouped(
     Kind: exact, of tensors of one dtype. Source: torch 2.13 `compute_bucket_assignment_by_size`.
     """
     bucket: list[int] = []
-    limit = first
+    filled, limit = 0, first
     for size in sizes:
         bucket.append(size)
-        if sum(bucket) >= limit:
+        filled += size
+        if filled >= limit:
             yield bucket
-            bucket, limit = [], cap
+            bucket, filled, limit = [], 0, cap
     if bucket:
         yield bucket
 

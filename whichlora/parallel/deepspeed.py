@@ -143,10 +143,18 @@ def pieces_of_ranks(sizes: Iterable[int], partition: int) -> Iterator[tuple[int,
     """
     start = 0
     for size in sizes:
-        end = start + size
-        for rank in range(start // partition, -(-end // partition)):
-            yield rank, size, min(end, (rank + 1) * partition) - max(start, rank * partition)
-        start = end
+        for rank, overlap in ranks_between(start, start + size, partition):
+            yield rank, size, overlap
+        start += size
+
+
+def ranks_between(start: int, end: int, partition: int) -> Iterator[tuple[int, int]]:
+    """Ranks whose partitions have elements of a flat group from `start` to `end`, and how many.
+
+    Kind: exact. Source: as of `pieces_of_ranks`.
+    """
+    for rank in range(start // partition, -(-end // partition)):
+        yield rank, min(end, (rank + 1) * partition) - max(start, rank * partition)
 
 
 @lru_cache(maxsize=256)

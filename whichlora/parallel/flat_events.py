@@ -7,40 +7,28 @@ Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py`.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property, partial
 
-from whichlora.memory import optimizer
 from whichlora.memory.allocator_simulator import rounded
-from whichlora.memory.event_list import EventList, block_bytes, play_loading
-from whichlora.memory.gradients import Trained
-from whichlora.memory.step_events import StepEvents, has_events
+from whichlora.memory.event_list import EventList, play_loading
 from whichlora.memory.weights import weight_bytes
 from whichlora.parallel import deepspeed
 from whichlora.parallel.deepspeed import MASTER_BYTES, NORM_BYTES, Partitioned
+from whichlora.parallel.rank_events import Drop, ZeroEvents, rank_requests
 
-Drop = Callable[[], None]
 
-
-class FlatEvents(StepEvents):
+class FlatEvents(ZeroEvents):
     """The events of one rank, of which the first flat group holds most.
 
     Args:
         partitions_gradients: stage 2, in which each gradient is reduced as it comes.
     """
 
-    hooks_gradients = True
-
     def __init__(self, part: Partitioned, *, partitions_gradients: bool) -> None:
-        super().__init__(part.step)
-        self._part = part
+        super().__init__(part)
         self._partitions_gradients = partitions_gradients
-        self._on_host = deepspeed.offloads(part.spread, "optimizer")
-        self._overlaps = bool(part.spread.options["overlap_comm"])
-        self._has_stream = self._overlaps and not part.step.gpu.is_cpu  # of its own to reduce in
-        self._bucket_elements = deepspeed.bucket_elements(part.step, part.spread)
         self._buckets: list[int] = []
         self._reduces = False  # hooks reduce what they get
         self._is_boundary = False
@@ -186,14 +174,11 @@ class FlatEvents(StepEvents):
 
     def _note_slices(self, elements: int) -> None:
         """To which ranks the next parameter of the first group belongs."""
-        share = self._shares[0]
         start = self._place if self._direction > 0 else self._place - elements
         self._place += self._direction * elements
-        for rank in range(start // share, -(-(start + elements) // share)):
-            inside = min(start + elements, (rank + 1) * share) - max(start, rank * share)
-            if self._slices and self._slices[-1][0] == rank:
-                inside += self._slices.pop()[1]
-            self._slices.append((rank, inside))
+        for rank, inside in deepspeed.ranks_between(start, start + elements, self._shares[0]):
+            before = self._slices.pop()[1] if self._slices and self._slices[-1][0] == rank else 0
+            self._slices.append((rank, before + inside))
 
     def _reduce(self) -> None:
         """`reduce_ipg_grads`: what the bucket holds is summed over ranks, and this rank's kept."""
@@ -234,15 +219,6 @@ class FlatEvents(StepEvents):
                 together = number = 0
         if number > 1:
             yield together
-
-    def _born(self, num_bytes: int) -> Drop:
-        """A tensor of the stream that reduces; what frees it."""
-        if not self._has_stream:
-            number = self.list.born(num_bytes)
-            return lambda: self.list.die(number)
-        number, size = self.list.numbers(1), block_bytes(num_bytes)
-        self.list.play_aside([(number, size)])
-        return lambda: self.list.play_aside([(number, -size)])
 
     def _end_backward(self) -> None:
         """`independent_gradient_partition_epilogue`; stage 1 reduces all gradients before it."""
@@ -301,22 +277,11 @@ class FlatEvents(StepEvents):
             self._update(share, first=first)
             self.list.die(wide)
 
-    def _update(self, share: int, *, first: bool) -> None:
-        step = self.step
-        kind, name = step.gpu.kind, step.run.optimizer
-        master = Trained(rows=1, width=share, param_bytes=MASTER_BYTES)
-        if first:
-            states = optimizer.state_blocks(master, optimizer=name, device_kind=kind)
-            self.list.stay(itertools.chain(states))
-        for temporaries in self._part.temporary_blocks(master):
-            self.list.pass_by(temporaries)
-
 
 def flat_requests(part: Partitioned, *, partitions_gradients: bool) -> EventList | None:
     """Large requests of loading and two steps in order; None where they are not written.
 
     Kind: exact as far as the blocks are. Source: the functions named above.
     """
-    if not has_events(part.step) or part.step.model.tower is not None:
-        return None
-    return FlatEvents(part, partitions_gradients=partitions_gradients).whole_run()
+    events = partial(FlatEvents, part, partitions_gradients=partitions_gradients)
+    return rank_requests(part.step, events, several_stacks=True)

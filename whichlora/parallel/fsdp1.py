@@ -23,7 +23,8 @@ from whichlora.memory.worst_layer import has_one_order
 from whichlora.parallel.base import Moments
 from whichlora.parallel.fsdp_rank import GRADIENT_SHARDS, REPLACED, Rank
 from whichlora.parallel.fsdp_units import Unit
-from whichlora.parallel.unit_events import UnitBytes, UnitEvents, unit_requests
+from whichlora.parallel.rank_events import rank_requests
+from whichlora.parallel.unit_events import UnitBytes, UnitEvents
 from whichlora.spec.numeric import Count
 from whichlora.spec.targets import adapted
 from whichlora.symbolic.autograd import Tape
@@ -114,7 +115,7 @@ class Rank1(Rank):
         step = sharding.units.step
         if sharding.offloads or not sharding.reshards or step.accumulates:
             return None
-        return unit_requests(step, self._events)
+        return rank_requests(step, self._events)
 
     def _events(self) -> UnitEvents:
         units, size = self.sharding.units, self.sharding.size

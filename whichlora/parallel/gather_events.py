@@ -9,21 +9,15 @@ Source: deepspeed 0.19.8 `runtime/zero/stage3.py`, `partition_parameters.py`,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from whichlora.memory import optimizer
-from whichlora.memory.event_list import Block, EventList, Instance, Pass, block_bytes
-from whichlora.memory.gradients import Trained
-from whichlora.memory.step import TrainingStep
-from whichlora.memory.step_events import StepEvents, has_events
-from whichlora.parallel import deepspeed
+from whichlora.memory.event_list import Block, Instance, Pass
 from whichlora.parallel.deepspeed import MASTER_BYTES, NORM_BYTES, Partitioned
-from whichlora.spec.architecture import ModelSpec, parts_of
+from whichlora.parallel.rank_events import Drop, ZeroEvents
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.units import MiB
-
-Drop = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +91,14 @@ class _Gathered:
     together: dict[int, _Together] = field(default_factory=dict)
 
 
-class GatherEvents(StepEvents):
-    """The events of one rank.
+class GatherEvents(ZeroEvents):
+    """The events of one rank. Kind: estimate: a layer's modules run evenly.
 
     Args:
         gatherings: of a micro-step in order.
         widths: bytes of what each key gathers: of its own parameter, then of its adapters.
     """
 
-    hooks_gradients = True
     pieces = 12  # about as many as a layer has matrices and norms
 
     def __init__(
@@ -115,12 +108,8 @@ class GatherEvents(StepEvents):
         gatherings: Sequence[Gathering],
         widths: Mapping[int, Sequence[int]],
     ) -> None:
-        super().__init__(part.step)
-        self._part, self._shares, self._widths = part, shares, widths
-        self._on_host = deepspeed.offloads(part.spread, "optimizer")
-        overlaps = bool(part.spread.options["overlap_comm"])
-        self._has_stream = overlaps and not part.step.gpu.is_cpu  # of its own to gather in
-        self._bucket_elements = deepspeed.bucket_elements(part.step, part.spread)
+        super().__init__(part)
+        self._shares, self._widths = shares, widths
         self._gathered = _Gathered()
         self._later = _by_pass(gatherings)
         self._of_pass = _by_pass(map(_while_recorded, gatherings))
@@ -129,7 +118,6 @@ class GatherEvents(StepEvents):
         self._place = -1, True  # the layer whose modules are due or done, and in which pass
         self._layer = -1
         self._is_forward = True
-        self._looks_up = False
         self._filled = self._in_bucket = 0
         self._waiting: list[Drop] = []  # of gradients that the bucket has no room for
         self._is_boundary = False
@@ -183,14 +171,6 @@ class GatherEvents(StepEvents):
         self._place = place
         self._run_due(len(self._due))
         self._due.extend(self._of_pass.get(place, ()))
-
-    def _embed(
-        self, step: TrainingStep, look: Callable[[], list[int]], *, accumulated: bool
-    ) -> tuple[int, int, Instance | None]:
-        self._looks_up = True
-        embedded = super()._embed(step, look, accumulated=accumulated)
-        self._looks_up = False
-        return embedded
 
     def _forward(self, block: Block, stream: int) -> tuple[Instance, int]:
         if not self._looks_up:
@@ -260,15 +240,6 @@ class GatherEvents(StepEvents):
                 drop()
             self._after = None
 
-    def _born(self, num_bytes: int) -> Drop:
-        """A tensor of the stream that gathers; what frees it."""
-        if not self._has_stream:
-            number = self.list.born(num_bytes)
-            return lambda: self.list.die(number)
-        number, size = self.list.numbers(1), block_bytes(num_bytes)
-        self.list.play_aside([(number, size)])
-        return lambda: self.list.play_aside([(number, -size)])
-
     # --- gradients ------------------------------------------------------------------------------
 
     def _hook(self, gradient: int, size: int) -> None:
@@ -304,31 +275,12 @@ class GatherEvents(StepEvents):
         self._parameters.clear()
         if self._on_host:
             return
-        step, width = self.step, self._part.width
+        width = self._part.width
         for elements in self._shares.sizes:
             self.list.pass_by([elements * NORM_BYTES])
         for elements in self._shares.groups:
             flat = self.list.born(elements * width)
             wide = self.list.born(elements * MASTER_BYTES)
             self.list.die(flat)
-            master = Trained(rows=1, width=elements, param_bytes=MASTER_BYTES)
-            if first:
-                name, kind = step.run.optimizer, step.gpu.kind
-                self.list.stay(optimizer.state_blocks(master, optimizer=name, device_kind=kind))
-            for temporaries in self._part.temporary_blocks(master):
-                self.list.pass_by(temporaries)
+            self._update(elements, first=first)
             self.list.die(wide)
-
-
-def gather_requests(step: TrainingStep, events: Callable[[], GatherEvents]) -> EventList | None:
-    """Large requests of loading and two steps in order; None where they are not written.
-
-    Args:
-        events: makes what writes them.
-
-    Kind: estimate: a layer's modules run evenly. Source: the functions named above.
-    """
-    model = step.model
-    if not has_events(step) or model.tower is not None or len(parts_of(model)) > 1:
-        return None
-    return events().whole_run()

@@ -8,17 +8,16 @@ Source: torch 2.13 `torch/distributed/fsdp/_runtime_utils.py`, `_flat_param.py`,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whichlora.memory import optimizer
-from whichlora.memory.event_list import Block, EventList, Instance, block_bytes
+from whichlora.memory.event_list import Block, Instance, block_bytes
 from whichlora.memory.gradients import Trained
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.step_events import StepEvents, has_events
-from whichlora.spec.architecture import ModelSpec, parts_of
+from whichlora.parallel.rank_events import Drop, RankEvents
+from whichlora.spec.architecture import ModelSpec
 
-Drop = Callable[[], None]
 _IN_FLIGHT = 2  # `_FreeEventQueue`: gathers wait for the end of what was freed two before
 
 
@@ -41,8 +40,10 @@ class UnitBytes:
     gradient_shard: int
 
 
-class UnitEvents(StepEvents):
+class UnitEvents(RankEvents):
     """The events of one rank.
+
+    Kind: estimate of when a stream is done with what Python has freed.
 
     Args:
         layers: units in the order of the forward.
@@ -52,8 +53,6 @@ class UnitEvents(StepEvents):
         prefetches: the next unit of the backward is gathered ahead.
         keeps_leaves: the input of every block but the first, and its gradient, stay to the end.
     """
-
-    hooks_gradients = True
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class UnitEvents(StepEvents):
         self._gathered: dict[int, tuple[int, int]] = {}
         self._freed: deque[Drop] = deque()
         self._place = -1  # of the layer that runs; their number for the head
-        self._is_forward = self._looks_up = False
+        self._is_forward = False
         self._waiting: list[int] = []  # gradients of the unit, each by itself
         self._of_root: list[int] = []
         self._shards: list[Drop] = []  # of gradients
@@ -92,12 +91,6 @@ class UnitEvents(StepEvents):
             self.list.die(joined)
 
     # --- gathering ------------------------------------------------------------------------------
-
-    def _born(self, num_bytes: int) -> Drop:
-        """A tensor of another stream; what frees it."""
-        number, size = self.list.numbers(1), block_bytes(num_bytes)
-        self.list.play_aside([(number, size)])
-        return lambda: self.list.play_aside([(number, -size)])
 
     def _gather(self, place: int) -> None:
         if place in self._gathered:
@@ -130,14 +123,6 @@ class UnitEvents(StepEvents):
 
     def _before_backward(self) -> None:
         self._is_forward = False
-
-    def _embed(
-        self, step: TrainingStep, look: Callable[[], list[int]], *, accumulated: bool
-    ) -> tuple[int, int, Instance | None]:
-        self._looks_up = True
-        embedded = super()._embed(step, look, accumulated=accumulated)
-        self._looks_up = False
-        return embedded
 
     def _forward(self, block: Block, stream: int) -> tuple[Instance, int]:
         if self._looks_up:
@@ -209,18 +194,3 @@ class UnitEvents(StepEvents):
     def _embedding_backward(self, model: ModelSpec, head: Instance, *, accumulated: bool) -> None:
         self._place = -1
         super()._embedding_backward(model, head, accumulated=accumulated)
-
-
-def unit_requests(step: TrainingStep, events: Callable[[], UnitEvents]) -> EventList | None:
-    """Large requests of wrapping and two steps in order; None where they are not written.
-
-    Args:
-        events: makes what writes them.
-
-    Kind: estimate of when a stream is done with what Python has freed. Source: the functions named
-    above.
-    """
-    model = step.model
-    if not has_events(step) or model.tower is not None or len(parts_of(model)) > 1:
-        return None
-    return events().whole_run()

@@ -50,7 +50,6 @@ from whichlora.parallel.gather_events import (
     GatherEvents,
     Gathering,
     HeldShares,
-    gather_requests,
 )
 from whichlora.parallel.gathered_modules import (
     CONTAINER,
@@ -68,6 +67,7 @@ from whichlora.parallel.gathered_modules import (
 )
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import OMP_NUM_THREADS
+from whichlora.parallel.rank_events import rank_requests
 from whichlora.spec.numeric import Count, ceil_div, largest, smallest
 from whichlora.spec.options import Option
 from whichlora.spec.run import (
@@ -415,7 +415,7 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
 
 
 def _requests(rank: RankKind, spread: Spread) -> EventList | None:
-    return gather_requests(rank.step, partial(gather_events, rank.step, spread))
+    return rank_requests(rank.step, partial(gather_events, rank.step, spread))
 
 
 def gather_events(step: TrainingStep, spread: Spread) -> GatherEvents:
