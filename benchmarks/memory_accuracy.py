@@ -355,8 +355,10 @@ def traced_lines(
     chosen: Sequence[tuple[int, RunConfig]], *, path: Path, retrace: bool
 ) -> Iterator[tuple[int, RunConfig, dict[str, Any]]]:
     """The lines of the chosen runs; missing ones are traced, and kept in the file."""
-    lines = [line for _, _, line in kept_lines(path)]
-    places = {_key(run): place for place, run, _ in kept_lines(path)}
+    lines, places = [], {}
+    for place, run, line in kept_lines(path):
+        lines.append(line)
+        places[_key(run)] = place
     for index, run in chosen:
         place = places.setdefault(_key(run), len(lines))
         if retrace or place == len(lines):

@@ -113,13 +113,8 @@ def version_of(tool: str) -> str:
 @cache
 def rows() -> tuple[Observation, ...]:
     """The published rows that were there when the tools were asked."""
-    unasked = {
-        (tool, key)
-        for tool in REQUESTS
-        for key in requests(tool)
-        if (tool, key) not in kept_answers()
-    }
-    return tuple(one for one in published_rows() if not unasked & set(_questions(one)))
+    kept = kept_answers().keys()
+    return tuple(one for one in published_rows() if kept >= set(_questions(one)))
 
 
 def _questions(one: Observation) -> Iterator[tuple[str, str]]:
