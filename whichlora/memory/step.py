@@ -666,7 +666,7 @@ class TrainingStep:
         held = held + leaves_behind_keys(self.model, self.layers, 0)
         return held + after(self.model, [layer.graph_behind_held for layer in self.layers], 0)
 
-    # --- gradients ------------------------------------------------------------------------------
+    # --- the update, and copies for autocast ----------------------------------------------------
 
     @property
     def updated_last(self) -> tuple[Trained, ...]:

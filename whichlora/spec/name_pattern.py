@@ -32,7 +32,7 @@ def search(pattern: str) -> Callable[[str], bool]:
     return lambda name: bool(matcher(name, _everywhere(name)))
 
 
-@lru_cache(maxsize=16)  # one is asked again for each candidate of a search
+@lru_cache(maxsize=16)  # a search asks again for each candidate
 def whole(pattern: str) -> Callable[[str], bool]:
     """Whether a name matches `pattern` from its beginning to its end.
 
@@ -122,11 +122,11 @@ class _Reader:
         if atom is None:
             raise ValueError(f"{self.rest!r} is not understood")
         try:
-            one = re.compile(atom.group())
+            character = re.compile(atom.group())
         except re.error as error:  # [9-0]
             raise ValueError(f"{atom.group()!r}: {error}") from None
         return lambda name, starts: frozenset(
-            place + 1 for place in starts if place < len(name) and one.fullmatch(name[place])
+            place + 1 for place in starts if place < len(name) and character.fullmatch(name[place])
         )
 
     def group(self) -> Matcher:
@@ -150,13 +150,13 @@ def _often(once: Matcher, name: str, starts: Places, least: int, most: int | Non
         before, starts = starts, once(name, starts)
         if starts in (before, frozenset()):
             break  # no further match changes that
-    found = new = starts
+    ends = new = starts
     for _ in range(len(name) + 1 if most is None else most - least):
-        new = once(name, new) - found
+        new = once(name, new) - ends
         if not new:
             break
-        found |= new
-    return found
+        ends |= new
+    return ends
 
 
 def _everywhere(name: str) -> Places:
@@ -165,7 +165,7 @@ def _everywhere(name: str) -> Places:
 
 def _edges(name: str) -> Places:
     r"""Where `\b` is: between a letter of a word and none."""
-    return frozenset(found.start() for found in re.finditer(r"\b", name))
+    return frozenset(edge.start() for edge in re.finditer(r"\b", name))
 
 
 def _followed(is_so: bool) -> Callable[[Matcher], Matcher]:
